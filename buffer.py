@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-class StopReason(str, Enum):
+class StopReason(Enum):
     FINISHED = "finished"  # the environment ended the episode
     STEP_LIMIT = "step limit"  # it ran out of turns: a failure
     TOKEN_LIMIT = "token limit"  # its next prompt would not fit the model: a failure
