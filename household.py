@@ -1,0 +1,306 @@
+"""Household: a small ALFWorld in pure Python. This file is the game alone; envs.py makes an environment of it.
+
+It holds the games (`make_game`: one for each split and index), `Room` (the rules, the sentences, the winning test) and
+the scripted experts. Wording, command grammar and rules follow ALFWorld 0.4 (Shridhar et al. 2021): the agent sees
+only what it stands before, must open what is closed, carries one object, and must stand at the appliance to use it.
+
+Left out, to stay small: rooms of one kind (kitchen, bath, ...), slicing, containers among the objects, the rule of
+which object fits where (here anything fits anywhere), several receptacles of one kind, and the many ways ALFWorld
+words one task (here one sentence for each type).
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import NamedTuple
+
+TASK_TYPES = ("Pick", "Look", "Clean", "Heat", "Cool", "Pick2")
+SENTENCES = {
+    "Pick": "put a {thing} in {target}.",
+    "Look": "examine the {thing} with the desklamp.",
+    "Clean": "put a clean {thing} in {target}.",
+    "Heat": "put a hot {thing} in {target}.",
+    "Cool": "put a cool {thing} in {target}.",
+    "Pick2": "put two {thing} in {target}.",
+}
+SURFACES = ("bed 1", "countertop 1", "desk 1", "diningtable 1", "shelf 1", "sidetable 1")
+CLOSABLE = ("cabinet 1", "drawer 1", "fridge 1", "microwave 1", "safe 1")
+APPLIANCES = {"sinkbasin 1": "clean", "microwave 1": "heat", "fridge 1": "cool"}
+RECEPTACLES = (*SURFACES, *CLOSABLE, "sinkbasin 1")
+KITCHENWARE = ("apple", "cup", "egg", "mug", "plate", "potato", "tomato")  # can be cleaned, heated and cooled
+THINGS = (*KITCHENWARE, "book", "cd", "cellphone", "creditcard", "keychain", "pen", "watch")
+LAMP = "desklamp 1"  # cannot be carried
+STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}  # what the verb makes of an object
+
+N_RECEPTACLES, N_OBJECTS, STEP_LIMIT = 6, 4, 14
+SIZES = {"train": 100_000, "eval": 300}
+EVAL_SHARE = 5  # one game in five may only be an eval game
+NOTHING = "Nothing happens."
+
+# Every word of every text and command; the names with their numbers ("mug 1") are one word each.
+_WORDS = """
+You are in the middle of a room Looking quickly around you see and nothing arrive at The is open closed In it On the
+close pick up from move to clean heat cool using turn on facing Next carrying not anything There ' s special about
+This hot cold Nothing happens put two examine with desklamp go take use inventory look search seen holding no action
+. , ; |
+"""
+VOCABULARY = tuple(
+    dict.fromkeys(
+        _WORDS.split()
+        + [name for r in RECEPTACLES for name in (r.removesuffix(" 1"), r)]
+        + [name for thing in THINGS for name in (thing, f"{thing} 1", f"{thing} 2")]
+        + [LAMP]
+    )
+)
+
+
+class Game(NamedTuple):
+    """What a game is; `contents` is what each receptacle holds at the start, where all that can be closed is closed."""
+
+    task_type: str
+    thing: str  # "mug"
+    target: str  # "desk 1"; "" for Look
+    contents: tuple[tuple[str, tuple[str, ...]], ...]  # sorted; ("desk 1", ("book 1", "mug 1"))
+
+    @property
+    def split(self) -> str:
+        """Which split may use this game: a property of its content, so that no game is in both."""
+        return "train" if zlib.crc32(repr(self).encode()) % EVAL_SHARE else "eval"
+
+    @property
+    def sentence(self) -> str:
+        return SENTENCES[self.task_type].format(thing=self.thing, target=self.target.removesuffix(" 1"))
+
+
+# Python promises the same numbers in every version from random.random() alone, so all draws are made of it.
+def _choice(rng: random.Random, items):
+    return items[int(rng.random() * len(items))]
+
+
+def _shuffled(rng: random.Random, items) -> list[str]:
+    return sorted(items, key=lambda _: rng.random())
+
+
+def _suits(thing: str, receptacle: str) -> bool:
+    """Games keep pens out of fridges; the rules do not."""
+    return thing in KITCHENWARE or receptacle not in APPLIANCES
+
+
+def _draw(rng: random.Random, task_type: str) -> Game:
+    """A game of this type. What is sought never starts in its target, so no game is won before it begins."""
+    needed = {r for r, verb in APPLIANCES.items() if task_type.lower() == verb}
+    thing = _choice(rng, KITCHENWARE if needed else THINGS)
+    target, lamp_place = "", _choice(rng, SURFACES)
+    if task_type == "Look":
+        needed.add(lamp_place)
+    else:
+        targets = SURFACES if task_type == "Pick2" else RECEPTACLES  # so that ten moves win every game
+        target = _choice(rng, [r for r in targets if r not in needed and _suits(thing, r)])
+        needed.add(target)
+    others = _shuffled(rng, [r for r in RECEPTACLES if r not in needed])
+    contents = {r: [] for r in sorted([*needed, *others[: N_RECEPTACLES - len(needed)]])}
+
+    sought = [f"{thing} 1", f"{thing} 2"] if task_type == "Pick2" else [f"{thing} 1"]
+    n_others = N_OBJECTS - len(sought) - (task_type == "Look")
+    more = [f"{other} 1" for other in _shuffled(rng, [t for t in THINGS if t != thing])[:n_others]]
+    for name in sought + more:
+        places = [r for r in contents if _suits(name.split()[0], r) and not (name in sought and r == target)]
+        contents[_choice(rng, places)].append(name)
+    if task_type == "Look":
+        contents[lamp_place].append(LAMP)
+    return Game(task_type, thing, target, tuple((r, tuple(sorted(names))) for r, names in contents.items()))
+
+
+def make_game(split: str, index: int) -> tuple[Game, list[str]]:
+    """The game of that index, the same in every process, and the order in which the searching expert looks around.
+
+    Task types take turns, so both splits hold each type equally often.
+    """
+    if split not in SIZES or not 0 <= index < SIZES[split]:
+        known = ", ".join(f"{name} 0..{size - 1}" for name, size in SIZES.items())
+        raise ValueError(f"there is no household game {split!r} {index}: there are {known}")
+    rng = random.Random(f"household {split} {index}")
+    task_type = TASK_TYPES[index % len(TASK_TYPES)]
+    while (game := _draw(rng, task_type)).split != split:
+        pass
+    return game, _shuffled(rng, [r for r, _ in game.contents])
+
+
+def _listing(names) -> str:
+    """ALFWorld's "a mug 1, a pen 1, and a watch 1"; always "a", as there."""
+    names = [f"a {name}" for name in names]
+    if len(names) > 1:
+        names[-1] = f"and {names[-1]}"
+    return ", ".join(names) or "nothing"
+
+
+class Room:
+    """One game being played: the state, the commands it admits, what it answers, and what was seen of it so far."""
+
+    def __init__(self, game: Game, search_order: list[str]):
+        self.game = game
+        self.search_order = search_order
+        self.contents = {r: list(names) for r, names in game.contents}
+        self.closed = {r for r in self.contents if r in CLOSABLE}
+        self.here = ""  # the receptacle stood at; "" in the middle of the room
+        self.held = ""
+        self.states = {
+            name: set() for names in self.contents.values() for name in names
+        }  # of "clean" "hot" "cool"
+        self.lamp_is_on = False
+        # Receptacles whose inside was seen. Only the agent changes anything, so what was seen once stays known.
+        self.searched: set[str] = set()
+
+    @property
+    def opening(self) -> str:
+        return (
+            f"You are in the middle of a room. Looking quickly around you, you see {_listing(self.contents)}."
+        )
+
+    @property
+    def won(self) -> bool:
+        if self.game.task_type == "Look":
+            lit = self.lamp_is_on and LAMP in self.contents.get(self.here, ())
+            return lit and self.held == f"{self.game.thing} 1"
+        done = [name for name in self.contents[self.game.target] if self._sought(name) and self._ready(name)]
+        return len(done) == (2 if self.game.task_type == "Pick2" else 1)
+
+    def _sought(self, name: str) -> bool:
+        return name.startswith(f"{self.game.thing} ")
+
+    def _ready(self, name: str) -> bool:
+        """Whether the object has what the task asks of it: clean, hot, cool, or nothing at all."""
+        state = STATE.get(self.game.task_type.lower())
+        return state is None or state in self.states[name]
+
+    def commands(self) -> tuple[str, ...]:
+        """What is admissible now, sorted as ALFWorld does; nothing once the game is won."""
+        if self.won:
+            return ()
+        here, held = self.here, self.held
+        out = [f"go to {r}" for r in self.contents if r != here] + ["inventory", "look"]
+        if held:
+            out.append(f"examine {held}")
+        if here:
+            out.append(f"examine {here}")
+            if here in CLOSABLE:
+                out.append(f"{'open' if here in self.closed else 'close'} {here}")
+            if here in APPLIANCES and held.split(" ")[0] in KITCHENWARE:
+                out.append(f"{APPLIANCES[here]} {held} with {here}")
+            if here not in self.closed:
+                if held:
+                    out.append(f"move {held} to {here}")
+                else:
+                    out += [f"take {name} from {here}" for name in self.contents[here] if name != LAMP]
+                if LAMP in self.contents[here]:
+                    out.append(f"use {LAMP}")
+        return tuple(sorted(out))
+
+    def act(self, command: str) -> str:
+        """Carry out one of `commands()` and say what ALFWorld says."""
+        verb, _, rest = command.partition(" ")
+        here, held = self.here, self.held
+        match verb:
+            case "go":
+                self.here = rest.removeprefix("to ")
+                return f"You arrive at {self.here}. {self._inside(self.here)}"
+            case "open":
+                self.closed.remove(here)
+                return f"You open the {here}. {self._inside(here)}"
+            case "close":
+                self.closed.add(here)
+                return f"You close the {here}."
+            case "take":
+                self.held = rest.removesuffix(f" from {here}")
+                self.contents[here].remove(self.held)
+                return f"You pick up the {self.held} from the {here}."
+            case "move":
+                self.contents[here] = sorted([*self.contents[here], held])
+                self.held = ""
+                return f"You move the {held} to the {here}."
+            case "clean" | "heat" | "cool":
+                if verb != "clean":
+                    self.states[held] -= {"hot", "cool"}
+                self.states[held].add(STATE[verb])
+                return f"You {verb} the {held} using the {here}."
+            case "use":
+                self.lamp_is_on = True  # a second use says the same: ALFWorld's lamps never go out
+                return f"You turn on the {LAMP}."
+            case "examine":
+                return self._inside(here) if rest == here else self._examined(held)
+            case "inventory":
+                return f"You are carrying: a {held}." if held else "You are not carrying anything."
+            case "look":
+                return f"You are facing the {here}. Next to it, you see nothing." if here else self.opening
+        raise ValueError(f"{command!r} is not admissible")
+
+    def _inside(self, receptacle: str) -> str:
+        if receptacle in self.closed:
+            return f"The {receptacle} is closed."
+        self.searched.add(receptacle)
+        listing = _listing(self.contents[receptacle])
+        if receptacle in CLOSABLE:
+            return f"The {receptacle} is open. In it, you see {listing}."
+        return f"On the {receptacle}, you see {listing}."
+
+    def _examined(self, name: str) -> str:
+        state = self.states[name]
+        words = [word for word in ("hot", "cool", "clean") if word in state]
+        if not words:
+            return f"There's nothing special about {name}."
+        if words == ["cool"]:
+            words = ["cold"]  # ALFWorld's word when it is nothing else
+        return f"This is a {' and '.join(words)} {name}."
+
+    def notes(self) -> str:
+        """What an attentive player would have written down: where to search still, what was found, what is held.
+
+        It says nothing that no observation said. What is sought is never in its target unless the player put it there.
+        """
+        game, out = self.game, []
+        if left := [r for r in self.contents if r not in self.searched and r != game.target]:
+            out.append("search " + ", ".join(left))
+        seen = [
+            f"{name} in {r}"
+            for r in self.contents
+            if r in self.searched
+            for name in self.contents[r]
+            if name == LAMP or (self._sought(name) and not (r == game.target and self._ready(name)))
+        ]
+        if seen:
+            out.append("seen " + ", ".join(seen))
+        if self.held:
+            out.append("holding " + " ".join([*sorted(self.states[self.held]), self.held]))
+        return "; ".join(out)
+
+    def advice(self, known) -> str:
+        """The command an expert gives who knows what is in the `known` receptacles, and searches the others in order."""
+        game, held = self.game, self.held
+        if held and not self._sought(held):
+            return f"open {self.here}" if self.here in self.closed else f"move {held} to {self.here}"
+        places = {name: r for r in self.contents if r in known for name in self.contents[r]}
+        if not held:
+            for name, place in places.items():
+                if self._sought(name) and not (place == game.target and self._ready(name)):
+                    return self._at(place, f"take {name} from {place}")
+            return self._search(known)
+        if game.task_type == "Look":
+            return self._at(places[LAMP], f"use {LAMP}") if LAMP in places else self._search(known)
+        if not self._ready(held):
+            verb = game.task_type.lower()
+            appliance = next(r for r, v in APPLIANCES.items() if v == verb)
+            return self._at(appliance, f"{verb} {held} with {appliance}", opened=False)
+        return self._at(game.target, f"move {held} to {game.target}")
+
+    def _search(self, known) -> str:
+        order = [r for r in self.search_order if r not in known and r != self.game.target]
+        # A receptacle it stands at was gone to for its inside: finish it before the next.
+        place = self.here if self.here in order else order[0]
+        return self._at(place, f"open {place}")
+
+    def _at(self, place: str, command: str, opened: bool = True) -> str:
+        """The command, or what must come before it: going to the place and, if need be, opening it."""
+        if self.here != place:
+            return f"go to {place}"
+        return f"open {place}" if opened and place in self.closed else command
