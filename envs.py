@@ -1,12 +1,13 @@
-"""What an agent acts in and how it is asked: views, the `Env` protocol, prompts, the parser, `Household`, `make_env`.
+"""What an agent acts in and how it is asked: `View`, `Env`, the prompts, the parser, `Household`, `make_env`.
 
-An environment hands out a `View` at each turn. Its `observation` is the raw text, GiGPO's anchor: two states are the
-same state if it is equal, so prompts, step counts and notes never go into it. Text from an environment or a model is
-data: a tag inside an observation means nothing here.
+An environment hands out a `View` at each turn. Its `observation` is the raw text, GiGPO's anchor: states with
+equal text are one state, so prompts, step counts and notes never go into it. Text from an environment or a
+model is data: a tag inside an observation means nothing here.
 
-Two prompt styles: "think" for real language models (the conventions of verl-agent: reasoning in <think></think>, one
-action in <action></action>, the admissible actions listed) and "short" for the tiny model (the reply is the action).
-Two contexts: window (a fresh message each turn, with the last turns as text) and full (a chat that only grows).
+Two prompt styles: "think" for real language models (verl-agent's conventions: reasoning in <think></think>,
+one action in <action></action>, the admissible actions listed) and "short" for the tiny model (the reply is
+the action). Two contexts: window (a fresh message each turn, the last turns in it as text) and full (a chat
+that only grows).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import household
 
 @dataclass(frozen=True)
 class View:
-    """What one turn shows. `success` is the environment's own verdict, never `done` alone; `outcome` is in [0, 1]."""
+    """What one turn shows. `success` is the environment's verdict, not `done`; `outcome` is in [0, 1]."""
 
     task: str
     task_type: str  # a column of the result tables
@@ -55,8 +56,8 @@ class Env(Protocol):
         """The same by an expert that knows only what this episode has shown."""
 
 
-# Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest first,
-# cut by the caller, who cuts more when a prompt is too long: task, observation and admissible actions always stay.
+# Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
+# first, cut by the caller, who cuts more if a prompt is too long; task, observation and admissible actions stay.
 
 SCENES = {"household": "a household that is described to you in text"}
 
@@ -69,8 +70,8 @@ def reply_text(style: str, action: str) -> str:
 
 
 FORMAT = (
-    "Think step by step about where you are and what is still to be done, inside <think></think>. Then choose one "
-    "admissible action and give it inside <action></action>, once, after your reasoning. For example:\n"
+    "Think step by step about where you are and what is still to be done, inside <think></think>. Then "
+    "choose one admissible action and give it inside <action></action>, once, after your reasoning. For example:\n"
     + reply_text("think", "your action")
 )
 
@@ -119,12 +120,12 @@ def next_message(style: str, view: View, turn: int) -> str:
 
 
 def parse_action(style: str, reply: str) -> tuple[str, bool]:
-    """(action, valid): the action lower-cased, its whitespace normalised; ("", False) for everything ill-formed.
+    """(action, valid): the action lower-cased, its whitespace normalised; ("", False) for all else.
 
-    "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing, unclosed, empty
-    or several blocks are invalid, and so is one that is quoted inside the reasoning. "short": the whole reply. No
-    action holds an angle bracket. There is no rule on the language of the reasoning, and the action need not be
-    admissible: that is the environment's to answer.
+    "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
+    unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
+    the whole reply. No action holds an angle bracket. The reasoning may be in any language, and the action
+    need not be admissible: that is the environment's to answer.
     """
     text = reply.lower()
     if style == "think":

@@ -1,12 +1,13 @@
-"""Household: a small ALFWorld in pure Python. This file is the game alone; envs.py makes an environment of it.
+"""Household: a small ALFWorld in pure Python. This file is the game; envs.py makes an environment of it.
 
-It holds the games (`make_game`: one for each split and index), `Room` (the rules, the sentences, the winning test) and
-the scripted experts. Wording, command grammar and rules follow ALFWorld 0.4 (Shridhar et al. 2021): the agent sees
-only what it stands before, must open what is closed, carries one object, and must stand at the appliance to use it.
+It holds the games (`make_game`: one for each split and index) and `Room`: the rules, the sentences, the
+winning test and the scripted experts. Wording, command grammar and rules follow ALFWorld 0.4 (Shridhar et al.
+2021): the agent sees only what it stands before, must open what is closed, carries one object, and must stand
+at the appliance to use it.
 
-Left out, to stay small: rooms of one kind (kitchen, bath, ...), slicing, containers among the objects, the rule of
-which object fits where (here anything fits anywhere), several receptacles of one kind, and the many ways ALFWorld
-words one task (here one sentence for each type).
+Left out, to stay small: kitchens apart from bathrooms, slicing, containers among the objects, the rule of
+which object fits where (here anything fits anywhere), several receptacles of one kind, and the many ways in
+which ALFWorld words one task (here one sentence for each type).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}  # what the verb makes
 
 N_RECEPTACLES, N_OBJECTS, STEP_LIMIT = 6, 4, 14
 SIZES = {"train": 100_000, "eval": 300}
-EVAL_SHARE = 5  # one game in five may only be an eval game
+EVAL_SHARE = 3  # one game in three can only be an eval game
 NOTHING = "Nothing happens."
 
 # Every word of every text and command; the names with their numbers ("mug 1") are one word each.
 _WORDS = """
-You are in the middle of a room Looking quickly around you see and nothing arrive at The is open closed In it On the
-close pick up from move to clean heat cool using turn on facing Next carrying not anything There ' s special about
-This hot cold Nothing happens put two examine with desklamp go take use inventory look search seen holding no action
-. , ; |
+You are in the middle of a room Looking quickly around you see and nothing arrive at The is open closed In it
+On the close pick up from move to clean heat cool using turn on facing Next carrying not anything There ' s
+special about This hot cold Nothing happens put two examine with desklamp go take use inventory look search
+seen holding no action . , : ; |
 """
 VOCABULARY = tuple(
     dict.fromkeys(
@@ -56,12 +57,14 @@ VOCABULARY = tuple(
 
 
 class Game(NamedTuple):
-    """What a game is; `contents` is what each receptacle holds at the start, where all that can be closed is closed."""
+    """What a game is. At the start all that can be closed is closed."""
 
     task_type: str
     thing: str  # "mug"
     target: str  # "desk 1"; "" for Look
-    contents: tuple[tuple[str, tuple[str, ...]], ...]  # sorted; ("desk 1", ("book 1", "mug 1"))
+    contents: tuple[
+        tuple[str, tuple[str, ...]], ...
+    ]  # what is where, sorted: ("desk 1", ("book 1", "mug 1"))
 
     @property
     def split(self) -> str:
@@ -113,7 +116,7 @@ def _draw(rng: random.Random, task_type: str) -> Game:
 
 
 def make_game(split: str, index: int) -> tuple[Game, list[str]]:
-    """The game of that index, the same in every process, and the order in which the searching expert looks around.
+    """The game of that index, the same in every process, and the order in which its searching expert looks.
 
     Task types take turns, so both splits hold each type equally often.
     """
@@ -136,7 +139,7 @@ def _listing(names) -> str:
 
 
 class Room:
-    """One game being played: the state, the commands it admits, what it answers, and what was seen of it so far."""
+    """One game being played: its state, the commands it admits, what it answers, and what was seen of it."""
 
     def __init__(self, game: Game, search_order: list[str]):
         self.game = game
@@ -145,18 +148,14 @@ class Room:
         self.closed = {r for r in self.contents if r in CLOSABLE}
         self.here = ""  # the receptacle stood at; "" in the middle of the room
         self.held = ""
-        self.states = {
-            name: set() for names in self.contents.values() for name in names
-        }  # of "clean" "hot" "cool"
+        self.states = {name: set() for names in self.contents.values() for name in names}  # {"clean", "hot"}
         self.lamp_is_on = False
-        # Receptacles whose inside was seen. Only the agent changes anything, so what was seen once stays known.
-        self.searched: set[str] = set()
+        self.searched: set[str] = set()  # what was seen inside; only the agent changes it, so it stays known
 
     @property
     def opening(self) -> str:
-        return (
-            f"You are in the middle of a room. Looking quickly around you, you see {_listing(self.contents)}."
-        )
+        listing = _listing(self.contents)
+        return f"You are in the middle of a room. Looking quickly around you, you see {listing}."
 
     @property
     def won(self) -> bool:
@@ -254,9 +253,9 @@ class Room:
         return f"This is a {' and '.join(words)} {name}."
 
     def notes(self) -> str:
-        """What an attentive player would have written down: where to search still, what was found, what is held.
+        """What an attentive player has written down: where to search still, what was found, what is held.
 
-        It says nothing that no observation said. What is sought is never in its target unless the player put it there.
+        It says nothing that no observation said. The target is left out: what is sought never starts there.
         """
         game, out = self.game, []
         if left := [r for r in self.contents if r not in self.searched and r != game.target]:
@@ -275,7 +274,7 @@ class Room:
         return "; ".join(out)
 
     def advice(self, known) -> str:
-        """The command an expert gives who knows what is in the `known` receptacles, and searches the others in order."""
+        """The next command of an expert who knows what the `known` receptacles hold and searches the others."""
         game, held = self.game, self.held
         if held and not self._sought(held):
             return f"open {self.here}" if self.here in self.closed else f"move {held} to {self.here}"
@@ -295,8 +294,7 @@ class Room:
 
     def _search(self, known) -> str:
         order = [r for r in self.search_order if r not in known and r != self.game.target]
-        # A receptacle it stands at was gone to for its inside: finish it before the next.
-        place = self.here if self.here in order else order[0]
+        place = self.here if self.here in order else order[0]  # stands before it: open it before the next
         return self._at(place, f"open {place}")
 
     def _at(self, place: str, command: str, opened: bool = True) -> str:
