@@ -32,8 +32,15 @@ class View:
     success: bool = False
 
 
+class EnvironmentCrashed(RuntimeError):
+    """Raised by an adapter whose engine broke: the episode is then kept out of training and counted."""
+
+
 class Env(Protocol):
-    """One episode at a time; two environments share nothing. The step limit is the caller's to apply."""
+    """One episode at a time; two environments share nothing. The step limit is the caller's to apply.
+
+    `reset` and `step` may raise EnvironmentCrashed, and nothing else for any text they are given.
+    """
 
     name: str
     task_types: tuple[str, ...]
@@ -57,7 +64,7 @@ class Env(Protocol):
 
 
 # Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
-# first, cut by the caller, who cuts more if a prompt is too long; task, observation and admissible actions stay.
+# first, cut by the caller, who cuts more if a prompt is too long; task, observation, admissible actions stay.
 
 SCENES = {"household": "a household that is described to you in text"}
 
@@ -70,9 +77,9 @@ def reply_text(style: str, action: str) -> str:
 
 
 FORMAT = (
-    "Think step by step about where you are and what is still to be done, inside <think></think>. Then "
-    "choose one admissible action and give it inside <action></action>, once, after your reasoning. For example:\n"
-    + reply_text("think", "your action")
+    "Think step by step about where you are and what is still to be done, inside <think></think>. "
+    "Then choose one admissible action and give it inside <action></action>, once, after your reasoning. "
+    "For example:\n" + reply_text("think", "your action")
 )
 
 
@@ -91,7 +98,7 @@ def system_message(style: str, env_name: str) -> str | None:
 def window_message(style: str, view: View, history: list[tuple[str, str]], turn: int) -> str:
     """The one user message of a turn in the window context."""
     if style == "short":
-        last = "; ".join(action or "no action" for _, action in history)
+        last = "; ".join(action for _, action in history)
         return " | ".join([view.task, view.notes, last, view.observation])
     parts = [f"You act in a world that is described to you in text. Your task is to: {view.task}"]
     if history:

@@ -274,7 +274,7 @@ class Room:
         return "; ".join(out)
 
     def advice(self, known) -> str:
-        """The next command of an expert who knows what the `known` receptacles hold and searches the others."""
+        """The next command of an expert who knows what the `known` receptacles hold and searches the rest."""
         game, held = self.game, self.held
         if held and not self._sought(held):
             return f"open {self.here}" if self.here in self.closed else f"move {held} to {self.here}"
