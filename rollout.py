@@ -1,0 +1,312 @@
+"""Playing episodes: many environments at once, one batched `sample` call per turn (RSPO section 5).
+
+`World` hands out tasks, plays them with a policy and returns whole groups; it also plays the fixed
+evaluation panel and the demonstrations of the noisy expert. Every random draw of an episode comes from a
+generator named after the run's seed, the purpose, the task and the member, so an episode does not depend
+on which others are played beside it, and resuming a run needs no more than the position in the task
+stream.
+
+Left out: environments in worker processes; one process steps all of them (the household takes
+microseconds).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from sampler import Sample, Sampler
+
+from buffer import Group, Step, StopReason, Trajectory
+from envs import (
+    Env,
+    EnvironmentCrashed,
+    View,
+    first_message,
+    next_message,
+    parse_action,
+    reply_text,
+    system_message,
+    window_message,
+)
+
+NO_ACTION = "no action"  # shown in the prompt's history in place of one that could not be read
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """How episodes become prompts. `chat` turns text into token ids (policy.Chat, or a stub with its
+    methods)."""
+
+    chat: object
+    style: str  # "think" for real LLMs, "short" for the tiny model
+    context: str  # "window": a fresh prompt per turn with the last turns as text; "full": append-only chat
+    history: int  # window context: how many past (observation, action) pairs the prompt shows
+    max_prompt_tokens: int
+    max_new_tokens: int
+
+    def window_prompt(self, view: View, past: list[tuple[str, str]]) -> list[int]:
+        """One user message per turn; an over-long one loses its oldest history first, never the rest."""
+        for length in range(min(self.history, len(past)), -1, -1):
+            text = window_message(self.style, view, past[len(past) - length :], turn=len(past))
+            prompt = self.chat.first(text)
+            if len(prompt) <= self.max_prompt_tokens:
+                break
+        return prompt
+
+    def full_prompt(self, env_name: str, messages: list[str], steps: list[Step]) -> list[int]:
+        """The chat so far, extended by the newest of the `messages`: exactly the last turn's tokens, then
+        new ones.
+
+        When it grows too long the oldest turns after the first (which holds the task) are left out, down
+        to three quarters of the limit; such a prompt no longer extends the last one, so a new row begins
+        with it.
+        """
+        if steps:
+            last = steps[-1]
+            prompt = last.prompt_ids + last.action_ids + self.chat.extend(last.action_ids, messages[-1])
+            if len(prompt) <= self.max_prompt_tokens:
+                return prompt
+        for first_kept in range(1, len(messages)):
+            prompt = self._assemble(env_name, messages, steps, first_kept)
+            if len(prompt) <= self.max_prompt_tokens * 3 // 4:
+                return prompt
+        return self._assemble(env_name, messages, steps, max(1, len(steps)))
+
+    def _assemble(self, env_name: str, messages: list[str], steps: list[Step], first_kept: int) -> list[int]:
+        prompt = self.chat.first(messages[0], system_message(self.style, env_name))
+        shown = steps[:1] + steps[first_kept:]
+        for step, message in zip(shown, messages[first_kept:], strict=True):
+            prompt = prompt + step.action_ids + self.chat.extend(step.action_ids, message)
+        return prompt
+
+
+@dataclass
+class Episode:
+    """One live episode: its environment, what was said so far, and the steps recorded."""
+
+    place: int  # among the episodes asked for; names its KV cache
+    env: Env
+    split: str
+    index: int
+    rng: random.Random
+    step_limit: int
+    dialogue: Dialogue
+    view: View | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+
+    def start(self) -> None:
+        try:
+            self.view = self.env.reset(self.split, self.index)
+            self._show()
+        except EnvironmentCrashed:
+            self.stop_reason = StopReason.CRASHED
+
+    def _show(self) -> None:
+        """Make the next prompt; the episode is over when even its shortest form is too long."""
+        said, turn = self.dialogue, len(self.steps)
+        if said.context == "window":
+            past = [(step.observation, step.action or NO_ACTION) for step in self.steps]
+            self.prompt_ids = said.window_prompt(self.view, past)
+        else:
+            message = (
+                next_message(said.style, self.view, turn)
+                if self.steps
+                else first_message(said.style, self.view)
+            )
+            self.messages.append(message)
+            self.prompt_ids = said.full_prompt(self.env.name, self.messages, self.steps)
+        if len(self.prompt_ids) > said.max_prompt_tokens:
+            self.stop_reason = StopReason.TOKEN_LIMIT
+
+    def receive(self, sample: Sample) -> None:
+        """Record the reply to the last prompt and let the environment answer it.
+
+        An invalid reply is never sent on: the turn is spent, the state and so the observation stay as
+        they were.
+        """
+        said = self.dialogue
+        action, valid = (
+            parse_action(said.style, said.chat.decode(sample.token_ids)) if sample.stopped else ("", False)
+        )
+        self.steps.append(
+            Step(
+                prompt_ids=self.prompt_ids,
+                action_ids=sample.token_ids,
+                sampler_logprobs=sample.logprobs,
+                observation=self.view.observation,
+                action=action,
+                valid=valid,
+                truncated=not sample.stopped,
+            )
+        )
+        try:
+            if valid:
+                self.view = self.env.step(action)
+            if self.view.done:
+                self.stop_reason = StopReason.FINISHED
+            elif len(self.steps) >= self.step_limit:
+                self.stop_reason = StopReason.STEP_LIMIT
+            else:
+                self._show()
+        except EnvironmentCrashed:
+            self.stop_reason = StopReason.CRASHED
+
+    def trajectory(self) -> Trajectory:
+        finished = self.stop_reason is StopReason.FINISHED
+        return Trajectory(
+            task_id=f"{self.env.name}/{self.split}/{self.index}",
+            task=self.view.task if self.view else "",
+            task_type=self.view.task_type if self.view else "",
+            steps=self.steps,
+            outcome=self.view.outcome if finished else 0.0,
+            success=self.view.success if finished else False,
+            stop_reason=self.stop_reason,
+        )
+
+
+class World:
+    """One environment's episodes, played by whoever is asked to. Its state is its counters, nothing else.
+
+    make_env: builds one environment; as many are made as episodes are played at once, and reused.
+    parallel: episodes alive at once (memory of the KV cache); others start as these end.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], Env],
+        sampler: Sampler,
+        dialogue: Dialogue,
+        *,
+        group_size: int,
+        step_limit: int | None = None,
+        temperature: float = 1.0,
+        parallel: int = 128,
+        seed: int = 0,
+    ):
+        self.make_env, self.sampler, self.dialogue = make_env, sampler, dialogue
+        self.envs = [make_env()]
+        self.name, self.task_types = self.envs[0].name, self.envs[0].task_types
+        self.step_limit = step_limit or self.envs[0].step_limit
+        self.group_size, self.temperature, self.parallel, self.seed = group_size, temperature, parallel, seed
+        self.tasks = 0  # training tasks handed out so far: the position in the task stream
+        self.episodes = 0  # training episodes played so far, crashed ones included
+        self.turns = 0  # training turns played so far
+
+    def collect(self, policy, tasks: int) -> list[Group]:
+        """Play the next `tasks` training tasks, N episodes each from the same start, and return whole
+        groups."""
+        positions = range(self.tasks, self.tasks + tasks)
+        self.tasks += tasks
+        trajectories = self._play_with(
+            policy,
+            self.temperature,
+            [
+                ("train", self.game(position), f"train {position} {member}")
+                for position in positions
+                for member in range(self.group_size)
+            ],
+        )
+        self.episodes += len(trajectories)
+        self.turns += sum(len(trajectory.steps) for trajectory in trajectories)
+        members = [
+            trajectories[i : i + self.group_size] for i in range(0, len(trajectories), self.group_size)
+        ]
+        return [
+            Group(f"{group[0].task_id}#{position}", group)
+            for position, group in zip(positions, members, strict=True)
+        ]
+
+    def evaluate(self, policy, games: int, temperature: float) -> list[Trajectory]:
+        """The fixed held-out panel: games 0..games-1 of the evaluation split, each once; not counted as
+        training."""
+        return self._play_with(
+            policy, temperature, [("eval", index, f"eval {index}") for index in range(games)]
+        )
+
+    def demonstrations(self, episodes: int, expert_share: float) -> list[Trajectory]:
+        """Training games played by the searching expert, each turn with probability 1 - `expert_share` at
+        random.
+
+        The expert knows nothing hidden. They are games of the training split, drawn independently of the
+        task stream.
+        """
+
+        def answer(live: list[Episode]) -> list[Sample]:
+            samples = []
+            for episode in live:
+                expert = episode.rng.random() < expert_share
+                action = (
+                    episode.env.searching_expert() if expert else episode.rng.choice(episode.view.admissible)
+                )
+                ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
+                samples.append(Sample(ids, [0.0] * len(ids), stopped=True))
+            return samples
+
+        size = self.envs[0].size("train")
+        rng = random.Random(f"{self.seed} demonstration games")
+        specs = [("train", rng.randrange(size), f"demonstration {i}") for i in range(episodes)]
+        return self._play(answer, specs)
+
+    def game(self, position: int) -> int:
+        """The training game at that place of the stream: each game once per epoch, in an order of the run's
+        seed."""
+        size = self.envs[0].size("train")
+        return _epoch_order(self.seed, position // size, size)[position % size]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"tasks": self.tasks, "episodes": self.episodes, "turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.tasks, self.episodes, self.turns = state["tasks"], state["episodes"], state["turns"]
+
+    def _play_with(self, policy, temperature: float, specs: list[tuple[str, int, str]]) -> list[Trajectory]:
+        def answer(live: list[Episode]) -> list[Sample]:
+            return self.sampler.sample(
+                policy,
+                [episode.prompt_ids for episode in live],
+                slots=[episode.place for episode in live],
+                rngs=[episode.rng for episode in live],
+                temperature=temperature,
+                max_tokens=self.dialogue.max_new_tokens,
+            )
+
+        self.sampler.reset()
+        return self._play(answer, specs)
+
+    def _play(
+        self, answer: Callable[[list[Episode]], Iterable[Sample]], specs: list[tuple[str, int, str]]
+    ) -> list[Trajectory]:
+        """Play (split, game, name of its random draws) to the end, `parallel` at a time; results in the
+        given order."""
+        while len(self.envs) < min(self.parallel, len(specs)):
+            self.envs.append(self.make_env())
+        free, live, done = list(self.envs), [], {}
+        waiting = list(enumerate(specs))[::-1]
+        while live or waiting:
+            while waiting and free:
+                place, (split, index, name) = waiting.pop()
+                rng = random.Random(f"{self.seed} {name}")
+                live.append(Episode(place, free.pop(), split, index, rng, self.step_limit, self.dialogue))
+                live[-1].start()
+            playing = [episode for episode in live if episode.stop_reason is None]
+            for episode, sample in zip(playing, answer(playing) if playing else [], strict=True):
+                episode.receive(sample)
+            for episode in live:
+                if episode.stop_reason is not None:
+                    done[episode.place] = episode.trajectory()
+                    free.append(episode.env)
+            live = [episode for episode in live if episode.stop_reason is None]
+        return [done[place] for place in range(len(specs))]
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"{seed} games of epoch {epoch}").shuffle(order)
+    return order

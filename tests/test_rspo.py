@@ -1,0 +1,402 @@
+"""Algorithm 1 driven end to end on the toy world, and each of its parts against literal numbers."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from toy import CountingScorer, ToyPolicy, toy_world
+
+import rspo
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
+from rspo import Config
+
+SMALL = dict(total_steps=4, k=2, tasks_per_step=4, group_size=4, off_policy_fraction=0.25, buffer_tasks=3)
+
+
+def run(policy=None, scorer=None, context="window", world=None, start=0, **options):
+    config = Config(**{**SMALL, **options})
+    policy, scorer = policy or ToyPolicy(), scorer or CountingScorer()
+    world = world or toy_world(config.episodes_per_task, context)
+    lines = []
+    rspo.train(policy, world, scorer, config, lambda *line: lines.append(line), start=start)
+    return policy, world, lines
+
+
+def step(action_ids=(5, 1), prompt_ids=(2, 6, 7, 3), observation="door 0", valid=True, **more):
+    ids = list(action_ids)
+    return Step(list(prompt_ids), ids, [0.0] * len(ids), observation, "right", valid, **more)
+
+
+def episode(outcome, steps, stop_reason=StopReason.FINISHED):
+    return Trajectory("toy", "walk", "Left", steps, outcome, outcome == 1, stop_reason)
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+@pytest.mark.parametrize("algo", ["grpo", "gigpo", "ppo"])
+@pytest.mark.parametrize("method", ["rspo", "outcome", "dense", "rspo_h", "rspo_o"])
+def test_every_method_runs_with_every_algorithm_in_both_contexts(method, algo, context):
+    policy, world, lines = run(method=method, algo=algo, context=context)
+    assert [step for agent, _, step in lines if agent == "policy"] == [1, 2, 3, 4]
+    assert [step for agent, _, step in lines if agent == "explorer"] == [0, 0, 2, 2] * (
+        method in ("rspo", "rspo_o")
+    )
+    assert all(math.isfinite(value) for _, metrics, _ in lines for value in metrics.values())
+    # A: 4 updates on 3 of 4 tasks (all 4 if nothing is replayed) x 4 episodes; B: the same, and 2 x 3 x 4 stored
+    on = 4 * 16 if method in ("outcome", "dense") else 4 * 12
+    assert world.episodes == (on + 4 * 12 + 24 if method in ("rspo", "rspo_o") else on)
+    assert policy.version >= 4
+
+
+def test_the_toy_is_solved_from_outcomes_and_by_the_swap_although_the_dense_reward_pulls_the_other_way():
+    for method, wins in (("outcome", True), ("rspo", True), ("dense", False)):
+        _, _, lines = run(method=method, total_steps=30, k=3, tasks_per_step=8, off_policy_fraction=0.125)
+        last = [metrics["success"] for agent, metrics, _ in lines if agent == "policy"][-5:]
+        assert (sum(last) / 5 > 0.9) == wins, (method, last)
+
+
+def test_phase_one_leaves_agent_a_bit_identical():
+    policy = ToyPolicy()
+    seen = []
+
+    def log(agent, metrics, step):
+        moments = policy.optimizer.state_dict()["state"].get(0, {})
+        seen.append((agent, policy.logits.detach().clone(), {k: v.clone() for k, v in moments.items()}))
+
+    rspo.train(policy, toy_world(), CountingScorer(), Config(**SMALL), log)
+    kinds = [agent for agent, _, _ in seen]
+    assert kinds == ["explorer", "explorer", "buffer", "policy", "policy"] * 2
+    for before, after in ((4, 5), (5, 6), (6, 7)):  # from A's last update through B's two and the filling
+        assert torch.equal(seen[before][1], seen[after][1])
+        assert all(torch.equal(seen[before][2][name], seen[after][2][name]) for name in seen[before][2])
+    assert not torch.equal(seen[3][1], seen[4][1])
+
+
+def test_b_starts_each_loop_as_a_with_its_optimizer_and_is_discarded():
+    policy = ToyPolicy()
+    forks = []
+    fork = policy.fork
+
+    def spy(name):
+        explorer = fork(name)
+        forks.append(torch.equal(explorer.logits, policy.logits))
+        return explorer
+
+    policy.fork = spy
+    rspo.train(policy, toy_world(), CountingScorer(), Config(**SMALL))
+    assert forks == [True, True] and not policy.explorer.alive
+
+
+def test_dense_rewards_never_reach_the_update_of_a():
+    class Poison(CountingScorer):
+        """Scores B's episodes as ever, and has poisoned every other episode that the world hands out."""
+
+    def poisoned(world, poison):
+        collect = world.collect
+
+        def spy(agent, tasks):
+            groups = collect(agent, tasks)
+            for group in groups:
+                for member in group.trajectories:
+                    for one in member.steps:
+                        one.dense_score = poison
+            return groups
+
+        world.collect = spy
+        return world
+
+    clean, _, lines = run()
+    poisoned_policy, _, poisoned_lines = run(world=poisoned(toy_world(4), float("nan")), scorer=Poison())
+    assert torch.equal(clean.logits, poisoned_policy.logits)
+    for (agent, metrics, _), (_, others, _) in zip(lines, poisoned_lines, strict=True):
+        if agent == "policy":
+            assert {**metrics, "seconds_update": 0} == {**others, "seconds_update": 0}
+
+
+def test_the_reward_model_is_asked_for_b_alone_and_never_by_outcome_methods():
+    for method, scored in (("rspo", 4 * 12), ("dense", 4 * 16), ("outcome", 0), ("rspo_h", 0), ("rspo_o", 0)):
+        scorer = CountingScorer()
+        run(method=method, scorer=scorer)
+        assert scorer.scored == scored, method
+
+
+def test_episode_advantages_are_over_episodes_with_scale_and_penalty():
+    # returns 10*1 - .1*1 invalid = 9.9, and 0, 0, 0: mean 2.475, std (ddof 1) 4.95 -> 1.5, -.5, -.5, -.5
+    members = [episode(1.0, [step(valid=False), step()]), *(episode(0.0, [step()] * n) for n in (1, 5, 9))]
+    rspo.advantages([Group("t", members)], "outcome", Config())
+    assert [member.steps[0].advantage for member in members] == pytest.approx(
+        [1.5, -0.5, -0.5, -0.5], abs=1e-5
+    )
+    assert {one.advantage for one in members[0].steps} == {members[0].steps[0].advantage}
+    assert members[0].outcome == 1.0  # the penalty is never written into the outcome
+
+
+def test_dense_phase_reads_the_sum_of_scores_and_outcome_phase_never_does():
+    first, second = (
+        episode(0.0, [step(dense_score=0.5), step(dense_score=0.25)]),
+        episode(1.0, [step(dense_score=-1.0)]),
+    )
+    rspo.advantages([Group("t", [first, second])], "dense", Config())
+    assert first.steps[0].advantage == pytest.approx(0.7071, abs=1e-4)  # 7.5 and -10: +-1/sqrt(2)
+    rspo.advantages([Group("t", [first, second])], "outcome", Config())
+    assert first.steps[0].advantage == pytest.approx(-0.7071, abs=1e-4)
+
+
+def test_gigpo_adds_the_step_advantage_of_equal_observations_inside_the_group():
+    won = episode(1.0, [step(observation="a"), step(observation="b")])  # returns .95*10 = 9.5 at a, 10 at b
+    lost = episode(0.0, [step(observation="a"), step(observation="c")])  # 0 at a
+    other = Group("u", [episode(0.0, [step(observation="a")]), episode(0.0, [step(observation="a")])])
+    rspo.advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo", gigpo_std=False))
+    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b, c are alone -> 0; the other group's a is its own
+    assert [one.advantage for one in won.steps] == pytest.approx([9.75, 5.0])
+    assert [one.advantage for one in lost.steps] == pytest.approx([-9.75, -5.0])
+    assert [member.steps[0].advantage for member in other.trajectories] == [0.0, 0.0]
+    rspo.advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo"))
+    assert [one.advantage for one in won.steps] == pytest.approx([2 * 0.70711, 0.70711], abs=1e-4)
+
+
+def test_ppo_runs_gae_over_the_action_tokens_of_the_whole_episode():
+    # Two turns of two action tokens; values .1 .2 | .3 .4, gamma .9, lambda .8, reward 1 on the very last token.
+    # Backwards, deltas 1-.4=.6, .9*.4-.3=.06, .9*.3-.2=.07, .9*.2-.1=.08 and the factor .9*.8=.72:
+    # .6, .06+.432=.492, .07+.35424=.42424, .08+.3054528=.3854528
+    config = Config(algo="ppo", gamma=0.9, gae_lambda=0.8, reward_scale=1.0)
+    for prompts in (
+        ([2, 6, 3], [2, 7, 3]),
+        ([2, 6, 3], [2, 6, 3, 5, 1, 2, 7, 3]),
+    ):  # window: two rows; full: one
+        member = episode(1.0, [step(prompt_ids=prompt) for prompt in prompts])
+        rows = rows_of(member)
+        for row in rows:
+            values = [[0.1, 0.2], [0.3, 0.4]]
+            row.old_values = torch.where(row.action_mask, row.spread(values), 9.0)
+        rspo.token_advantages([rows], [], "outcome", config)
+        returns = torch.cat([row.returns[row.action_mask] for row in rows])
+        assert returns.tolist() == pytest.approx([0.4854528, 0.62424, 0.792, 1.0])  # advantages + values
+        assert all(row.advantages[~row.action_mask].eq(0).all() for row in rows)
+
+
+def test_replayed_ppo_tokens_do_not_enter_the_whitening():
+    config = Config(algo="ppo", reward_scale=1.0)
+
+    def rows(outcome):
+        (row,) = rows_of(episode(outcome, [step(action_ids=[5])]))
+        row.old_values = torch.zeros(5)
+        return [row]
+
+    on, off = [rows(1.0), rows(0.0)], [rows(1.0), rows(1.0), rows(1.0)]
+    rspo.token_advantages(on, off, "outcome", config)
+    # on-policy 1, 0: mean .5, std .70711 -> +-.70711; a replayed success is worth what an on-policy one is
+    assert [row[0].advantages[4].item() for row in on + off] == pytest.approx(
+        [0.70711, -0.70711] + [0.70711] * 3, abs=1e-4
+    )
+
+
+def collected(config, policy, world=None):
+    return (world or toy_world(config.episodes_per_task)).collect(policy, config.on_policy_tasks)
+
+
+def replayed(config, policy, n=4):
+    """Successes of an agent that walks right more often than `policy`, as the buffer hands them out."""
+    bold = policy.fork("explorer")
+    bold.logits.data[3, 5] += 1.0
+    buffer = ReplayBuffer(config.replay_strategy, seed=0)
+    buffer.add(
+        rspo.with_behavior_logprobs(
+            bold, toy_world(config.episodes_per_task, seed=5).collect(bold, 6), config
+        )
+    )
+    return buffer.sample(n)
+
+
+def gradient(config, off=True, **options):
+    policy = ToyPolicy()
+    grads = []
+    policy.step = lambda norm: grads.append(policy.logits.grad.clone()) or 0.0
+    config = dataclasses.replace(config, **options)
+    metrics = rspo.update(
+        policy,
+        collected(config, policy),
+        replayed(config, policy) if off else [],
+        "outcome",
+        config,
+        random.Random(0),
+    )
+    return grads[-1], metrics
+
+
+ONE_STEP = Config(**{**SMALL, "minibatch_turns": 10_000, "kl_coef": 0.1, "entropy_coef": 0.01})
+
+
+@pytest.mark.parametrize("algo", ["grpo", "gigpo", "ppo"])
+def test_the_micro_batch_size_never_changes_the_gradient(algo):
+    whole, metrics = gradient(ONE_STEP, algo=algo)
+    small, others = gradient(ONE_STEP, algo=algo, micro_batch_tokens=16)
+    assert whole.abs().max() > 1e-4
+    assert (whole - small).abs().max() < 1e-6
+    for name in metrics:
+        assert name == "seconds_update" or metrics[name] == pytest.approx(others[name], abs=1e-5), name
+
+
+def test_j_total_is_two_means_each_over_its_own_tokens():
+    # By hand: nothing is clipped at the first minibatch, so a token's loss is -ratio A / (its source's count).
+    policy = ToyPolicy()
+    config = dataclasses.replace(ONE_STEP, kl_coef=0.0, entropy_coef=0.0, off_policy_fraction=0.25)
+    on, off = collected(config, policy), replayed(config, policy)
+    table = policy.logits.detach().clone().requires_grad_()
+    expected = 0.0
+    rspo.advantages(on, "outcome", config)
+    sources = ((0.75, [m for g in on for m in g.trajectories]), (0.25, off))
+    for weight, episodes in sources:
+        tokens = [
+            (
+                one.prompt_ids + one.action_ids,
+                len(one.prompt_ids) + i,
+                one.advantage,
+                (one.behavior_logprobs or [None] * 9)[i],
+            )
+            for member in episodes
+            for one in member.steps
+            for i in range(len(one.action_ids))
+        ]
+        for ids, at, advantage, behavior in tokens:
+            logprob = torch.log_softmax(table[ids[at - 1]], -1)[ids[at]]
+            ratio = torch.exp(logprob - (logprob.detach() if behavior is None else behavior))
+            expected = expected - weight * ratio * advantage / len(tokens)
+    expected.backward()
+    grads = []
+    policy.step = lambda norm: grads.append(policy.logits.grad.clone()) or 0.0
+    rspo.update(policy, on, off, "outcome", config, random.Random(0))
+    assert len(off) == 4 and (grads[0] - table.grad).abs().max() < 1e-6
+
+
+def test_at_the_first_minibatch_nothing_is_clipped_though_the_replayed_centre_is_away_from_one():
+    _, metrics = gradient(ONE_STEP)
+    assert metrics["replayed_episodes"] == 4 and metrics["alpha"] == 0.25
+    assert metrics["centre_log_mean_abs"] > 0.1
+    assert metrics["clip_fraction_on"] == metrics["clip_fraction_off"] == 0.0
+
+
+def test_later_minibatches_do_clip():
+    config = dataclasses.replace(ONE_STEP, minibatch_turns=16, epochs=3, clip_eps=0.05)
+    policy = ToyPolicy()
+    off = replayed(config, policy)
+    metrics = rspo.update(policy, collected(config, policy), off, "outcome", config, random.Random(0))
+    assert metrics["optimizer_steps"] == 9  # 36 + 12 turns in runs of 16, three times
+    assert metrics["clip_fraction_on"] > 0.01 and metrics["clip_fraction_off"] > 0.01
+
+
+def test_an_empty_buffer_means_alpha_zero():
+    with_none, metrics = gradient(ONE_STEP, off=False)
+    assert metrics["alpha"] == 0.0 and metrics["replayed_episodes"] == 0
+    plain, _ = gradient(ONE_STEP, off=False, off_policy_fraction=0.0, tasks_per_step=3)
+    assert torch.equal(with_none, plain)  # all weight on the on-policy mean
+
+
+def test_replayed_episodes_are_read_for_their_outcome_and_keep_their_advantage():
+    config = ONE_STEP
+    off = replayed(config, ToyPolicy())
+    stored = [[one.advantage for one in member.steps] for member in off]
+    assert all(member.outcome == 1.0 and member.steps[0].advantage > 0 for member in off)
+    rspo.update(ToyPolicy(), collected(config, ToyPolicy()), off, "outcome", config, random.Random(0))
+    assert stored == [[one.advantage for one in member.steps] for member in off]
+
+
+def test_crashed_and_non_finite_episodes_leave_their_group_and_are_counted():
+    groups = collected(ONE_STEP, ToyPolicy())
+    members = groups[0].trajectories
+    members[0].stop_reason, members[1].outcome = StopReason.CRASHED, float("nan")
+    members[2].outcome, members[3].outcome = 1.0, 0.0
+    rspo.advantages(groups, "outcome", ONE_STEP)
+    assert members[0].steps[0].advantage is None and members[1].steps[0].advantage is None
+    assert members[2].steps[0].advantage == pytest.approx(
+        0.70711, abs=1e-4
+    )  # the two that are left: +-1/sqrt(2)
+    metrics = rspo.episode_metrics(groups, "outcome")
+    assert (
+        metrics["crashed_episodes"] == 1
+        and metrics["left_out_episodes"] == 2
+        and metrics["sampled_episodes"] == 12
+    )
+    metrics = rspo.update(ToyPolicy(), groups, [], "outcome", ONE_STEP, random.Random(0))
+    assert math.isfinite(metrics["policy_loss_on"])
+
+
+def test_an_update_with_nothing_to_train_on_says_so():
+    groups = [Group("t", [episode(float("nan"), [step()])])]
+    with pytest.raises(RuntimeError, match="no episode of this update can be trained on"):
+        rspo.update(ToyPolicy(), groups, [], "outcome", ONE_STEP, random.Random(0))
+
+
+def test_zero_spread_share_and_repeated_states():
+    same = Group("a", [episode(1.0, [step(), step()]), episode(1.0, [step()])])
+    mixed = Group("b", [episode(1.0, [step()]), episode(0.0, [step(observation="x"), step(), step()])])
+    metrics = rspo.episode_metrics([same, mixed], "outcome")
+    assert metrics["zero_spread_groups"] == 0.5
+    assert metrics["repeated_states"] == 2  # door 0 again in the first and in the last episode
+    assert metrics["success"] == 0.75
+
+
+def test_minibatches_share_out_both_sources_evenly():
+    rows = [row for n in (1, 2, 3, 2) for row in rows_of(episode(1.0, [step()] * n))]
+    runs = rspo.split_rows(rows, 4, random.Random(0))
+    assert [sum(len(row.spans) for row in run) for run in runs] == [2, 2, 2, 2]
+    assert sorted(id(row) for run in runs for row in run) == sorted(map(id, rows))
+
+
+def test_rspo_h_replays_its_own_last_groups_oldest_out_first():
+    sizes = []
+    config = Config(**{**SMALL, "method": "rspo_h", "buffer_tasks": 4})
+    rspo.train(
+        ToyPolicy(), toy_world(), None, config, end_loop=lambda step, replay: sizes.append(len(replay))
+    )
+    assert sizes == [16, 16]  # 2 x 12 episodes played, the last 4 groups of 4 kept; never cleared
+
+
+def test_methods_that_explore_empty_the_buffer():
+    sizes = []
+    config = Config(**SMALL)
+    rspo.train(
+        ToyPolicy(),
+        toy_world(),
+        CountingScorer(),
+        config,
+        end_loop=lambda step, replay: sizes.append(len(replay)),
+    )
+    assert sizes == [0, 0]
+
+
+def test_the_paper_s_counts():
+    paper = dict(tasks_per_step=16, group_size=8, off_policy_fraction=1 / 8, buffer_tasks=28, total_steps=150)
+    config = Config(**paper)
+    assert (config.on_policy_tasks, config.off_policy_episodes, config.buffer_groups) == (14, 16, 28)
+    # PPO keeps the episode counts, each episode its own task: 112 + 16 replayed, buffer 224
+    config = Config(**paper, algo="ppo")
+    assert (
+        config.on_policy_tasks,
+        config.episodes_per_task,
+        config.off_policy_episodes,
+        config.buffer_groups,
+    ) == (112, 1, 16, 224)
+    assert Config(**paper, method="outcome").on_policy_tasks == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(off_policy_fraction=0.2), "--off_policy_fraction 0.2 of --tasks_per_step 8 is 1.6 tasks"),
+        (dict(off_policy_fraction=1.0), "--off_policy_fraction 1.0: must lie in"),
+        (dict(k=0), "--k 0: must be above 0"),
+        (dict(total_steps=100), "--total_steps 100: must be a multiple of --k 3, for example 99 or 102"),
+        (dict(group_size=1), "--group_size 1 with --algo grpo"),
+        (dict(algo="ppo", replay_strategy="variance"), "--replay_strategy variance with --algo ppo"),
+        (dict(algo="ppo", replay_unit="group"), "--replay_unit group with --algo ppo"),
+        (dict(clip_eps=float("nan")), "--clip_eps nan"),
+        (dict(kl_coef=-1.0), "--kl_coef -1.0: must not be negative"),
+        (dict(gigpo_gamma=1.5), "--gigpo_gamma 1.5: must lie between 0 and 1"),
+    ],
+)
+def test_bad_values_are_named_with_a_remedy(flags, words):
+    with pytest.raises(ValueError) as error:
+        Config(**flags)
+    assert words in str(error.value)
