@@ -1,0 +1,750 @@
+"""The agents: a causal language model, its chat format, and the trainable weights of A, B and their critics.
+
+A (`Policy` "policy") and B (its `fork` "explorer") share one frozen base: each is a LoRA adapter, a critic is
+one more with a linear head, and the reference is "adapters off". With `lora_rank=0` they are whole copies
+instead and the reference is a frozen one. Every agent has its own AdamW, so training one moves nothing of
+another.
+
+The order is `base = load_base(...)`, `warm_start(base, ...)` where the model cannot act yet, `Policy(base,
+...)`: the reference is whatever the base is when the Policy is made.
+
+Models stay in eval mode and every dropout of their config is 0, in scoring and in training alike: a ratio of
+policies that differ by a dropout mask would mean nothing. Only the base decoder is run over a row; the
+vocabulary is reached from the columns that predict action tokens alone, in chunks, so (B, T, V) never exists.
+
+Shapes: B rows, T tokens (columns), N action tokens of a batch, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import functools
+import inspect
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from buffer import Batch, Row, Trajectory, micro_batches, rows_of
+
+TODAY = datetime.date(
+    2024, 7, 26
+)  # what chat templates are told: prompts must not depend on the day of the run
+CHUNK_LOGITS = 2**26  # elements of one (chunk, V) block of logits: 256 MB in fp32
+
+
+# --- text to tokens and back ----------------------------------------------------------------------
+
+
+class Chat:
+    """A tokenizer and its chat template as an append-only format: turns are added, nothing before them
+    changes.
+
+    The template is rendered once, with sentinels for the texts; what lies between them is the glue. Texts are
+    then encoded on their own, so that control tokens written inside a text stay plain text, and sampled token
+    ids are never decoded and encoded again.
+    """
+
+    def __init__(self, tokenizer, stop_ids: Iterable[int] = ()):
+        self.tokenizer = tokenizer
+        user, system, reply, later = "RSPOuserRSPO", "RSPOsystemRSPO", "RSPOreplyRSPO", "RSPOlaterRSPO"
+        turn = {"role": "user", "content": user}
+        start, generate = self._render([turn]).split(user)
+        answered = [turn, {"role": "assistant", "content": reply}, {"role": "user", "content": later}]
+        between = self._render(answered).split(reply)[1].split(later)[0]
+        self._start, self._generate, self._between = map(self._glue, (start, generate, between))
+        try:
+            opening = self._render([{"role": "system", "content": system}, turn]).split(user)[0]
+        except (
+            Exception
+        ) as error:  # jinja2's TemplateError, without importing jinja2: the template refuses the role
+            if "TemplateError" not in [kind.__name__ for kind in type(error).__mro__]:
+                raise
+            opening = ""
+        self._opening = list(map(self._glue, opening.split(system))) if system in opening else None
+        end = self._between[0] if self._between else None
+        if end not in tokenizer.all_special_ids and end not in tokenizer.added_tokens_decoder:
+            raise ValueError(
+                "the chat template does not close an assistant turn with a control token: "
+                f"after a reply it puts {between!r}"
+            )
+        self.end_id = end  # closes an assistant turn
+        ends = [end, *stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        self.stop_ids = sorted(set(ends))
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop_ids[0]
+        self._encode = functools.lru_cache(maxsize=2**16)(self._encode)
+        self._decode = functools.lru_cache(maxsize=2**16)(self._decode)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        """Ends with the generation prompt. Templates that ask for the date get a fixed one."""
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=TODAY.strftime("%d %b %Y"),
+            strftime_now=TODAY.strftime,
+        )
+
+    def _glue(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
+        return self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text: a control token spelled out in it is spelled in ordinary tokens."""
+        return list(self._encode(text.strip()))
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, stop tokens left out."""
+        return self._decode(tuple(i for i in ids if i not in self.stop_ids))
+
+    def first(self, user: str, system: str | None = None) -> list[int]:
+        """A chat's first prompt. With no system message the template's own default, if any, stands."""
+        if system is None:
+            return [*self._start, *self.encode(user), *self._generate]
+        if self._opening is None:  # a template without system messages: it goes before the user's text
+            return self.first(f"{system.strip()}\n\n{user.strip()}")
+        before, after = self._opening
+        return [*before, *self.encode(system), *after, *self.encode(user), *self._generate]
+
+    def extend(self, action_ids: list[int], user: str) -> list[int]:
+        """What comes after prompt + action_ids: the end of the turn if it was not sampled, and the next user
+        turn."""
+        stopped = bool(action_ids) and action_ids[-1] in self.stop_ids
+        return [*self._between[stopped:], *self.encode(user), *self._generate]
+
+    def reply(self, text: str) -> list[int]:
+        """The token ids of a turn that says `text` and ends."""
+        return [*self.encode(text), self.end_id]
+
+
+# Words that tell a tiny model nothing are left out of its prompts; no action holds one of them.
+SILENT = r"\b(?:a|an|the|you|see|and|is|are|it|of|middle|looking|quickly|around)\b|[,.]"
+UNIT = r"[a-z]+ \d+|[a-z]+|\d+|[^\sa-z\d]"  # "mug 1" is one token
+TINY_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<assistant>{{ message.content }}<end>"
+    "{% else %}<user>{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_tokenizer(vocabulary: Iterable[str]):
+    """One token a word, and one for a named thing such as "mug 1". Unknown words become <unk>."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    control = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
+    texts = (re.sub(SILENT, " ", text.lower()) for text in vocabulary)
+    words = sorted({unit for text in texts for unit in re.findall(UNIT, text)})
+    ids = {word: i for i, word in enumerate(control + words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(SILENT), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(UNIT), "removed", invert=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<end>",
+        extra_special_tokens=["<user>", "<assistant>"],
+        chat_template=TINY_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# --- the base model -------------------------------------------------------------------------------
+
+
+def check_model(model: str) -> None:
+    """Cheap check of `--model` before anything loads: a folder must hold a model, a tokenizer and a chat
+    template."""
+    path = Path(model)
+    if model == "tiny" or not (path.exists() or model.startswith(("/", ".", "~"))):
+        return  # built here, or the id of a hub model
+    if not path.is_dir():
+        raise ValueError(f"--model {model}: there is no such folder; give one, a hub id, or 'tiny'")
+
+    def holds(*names: str) -> bool:
+        return any((path / name).exists() for name in names)
+
+    def wanting(what: str, remedy: str) -> ValueError:
+        return ValueError(f"--model {model}: the folder has no {what}; {remedy}")
+
+    if not holds("config.json", "adapter_config.json"):
+        raise wanting("config.json", "point to a folder written by save_pretrained")
+    if not holds("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"):
+        raise wanting("tokenizer", "copy the tokenizer files of the model it comes from into it")
+    settings = path / "tokenizer_config.json"
+    if not holds("chat_template.jinja", "chat_template.json") and not (
+        settings.exists() and json.loads(settings.read_text()).get("chat_template")
+    ):
+        raise wanting("chat template", "use an instruct model, or add a chat_template.jinja")
+
+
+class Base:
+    """The starting model on its device, its chat format, and the adapters or copies that agents train."""
+
+    def __init__(
+        self, model, chat: Chat, device: str | torch.device = "cpu", gradient_checkpointing: bool = False
+    ):
+        self.model, self.chat, self.device = model.to(device).eval(), chat, torch.device(device)
+        self.max_length: int = getattr(model.config, "max_position_embeddings", None) or 2**30
+        self.reference = None  # full weights: the frozen copy; LoRA needs none
+        self.peft, self.active = (
+            None,
+            None,
+        )  # LoRA: peft's wrapper, and the adapter in use (None: adapters off)
+        self.autocast = False  # full weights of a bf16 model are kept in fp32 and used in bf16
+        self._cache_name = next(
+            name
+            for name in ("cache", "past_key_values")  # transformers 5.20 renamed it
+            if name in inspect.signature(model.get_decoder().forward).parameters
+        )
+        if gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.gradient_checkpointing = gradient_checkpointing
+        self._check_head()
+
+    def _check_head(self) -> None:
+        """The log-probs come from lm_head(decoder(ids)); a model that does more than that would be scored
+        wrongly."""
+        ids = torch.arange(8, device=self.device)[None] % self.model.config.get_text_config().vocab_size
+        with torch.no_grad():
+            logits = self.model(input_ids=ids).logits.float()
+            ours = self.logits(self.model, self.hidden(self.model, ids))
+        if not torch.allclose(logits, ours, atol=1e-3 * logits.abs().max().item()):
+            raise ValueError(
+                f"model type {self.model.config.model_type!r} does more to its logits than its output layer "
+                "(a cap or a scale): it is not supported"
+            )
+
+    def _precision(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
+
+    def hidden(
+        self, model, input_ids: Tensor, mask: Tensor | None = None, positions=None, cache=None
+    ) -> Tensor:
+        """The decoder's last hidden states (B, T, D). `mask` (B, T), or (B, 1, T, K) additive, or None:
+        causal."""
+        extra = {} if cache is None else {self._cache_name: cache, "use_cache": True}
+        with self._precision():
+            return model.get_decoder()(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=positions,
+                **(extra or {"use_cache": False}),
+            ).last_hidden_state
+
+    def logits(self, model, hidden: Tensor) -> Tensor:
+        """fp32 (..., V)."""
+        with self._precision():
+            return model.get_output_embeddings()(hidden).float()
+
+    def read(self, model, batch: Batch) -> Tensor:
+        """Hidden states of all columns but the last (B, T - 1, D): column t - 1 is what predicts token t."""
+        assert not batch.action_mask[:, 0].any(), (
+            "an action token in column 0 has nothing to be predicted from"
+        )
+        ids, mask = batch.input_ids[:, :-1], batch.attention_mask[:, :-1]
+        if mask[:, 0].all():  # padded on the right: causality alone keeps the padding out of sight
+            return self.hidden(model, ids)
+        return self.hidden(model, ids, mask, (mask.cumsum(1) - 1).clamp(min=0))
+
+    def attach(self, name: str, lora_rank: int, lora_alpha: float, seed: int):
+        """The model an agent runs and its own parameters by name: a new adapter, or at rank 0 a copy of the
+        start."""
+        if lora_rank == 0:
+            if self.reference is None:
+                if self.model.dtype == torch.bfloat16:
+                    self.autocast = True  # an update of 1e-6 is below bf16's resolution
+                    self.model.float()
+                self.reference = copy.deepcopy(self.model).requires_grad_(False)
+                model = self.model
+            else:
+                model = copy.deepcopy(self.reference)
+            model.requires_grad_(True)
+            return model, dict(model.named_parameters())
+
+        import peft
+
+        config = peft.LoraConfig(
+            r=lora_rank,
+            lora_alpha=lora_alpha,
+            target_modules="all-linear",
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the adapter's start is the seed's, whatever was drawn before
+            torch.manual_seed(seed)
+            if self.peft is None:
+                self.model.requires_grad_(False)
+                self.peft = peft.get_peft_model(self.model, config, adapter_name=name)
+            else:
+                self.peft.add_adapter(name, config)
+        self.peft.to(self.device).eval()
+        self.active = "unknown"  # peft may have switched
+        mine = {k: p for k, p in self.model.named_parameters() if ".lora_" in k and f".{name}." in k}
+        return self.model, mine
+
+    def use(self, name: str | None) -> None:
+        """LoRA: have this adapter on, None for the bare base. peft freezes and thaws adapters as it switches:
+        after a switch exactly the parameters of the adapter in use are trainable."""
+        if self.peft is None or name == self.active:
+            return
+        if name is None:
+            self.peft.base_model.disable_adapter_layers()
+        else:
+            self.peft.base_model.enable_adapter_layers()
+            self.peft.base_model.set_adapter(name)
+        self.active = name
+        trainable = {k for k, p in self.model.named_parameters() if p.requires_grad}
+        wrong = [k for k in trainable if name is None or f".{name}." not in k]
+        assert not wrong and (name is None or trainable), (
+            f"adapter {name!r} in use, but trainable: {wrong or 'none'}"
+        )
+
+    @contextlib.contextmanager
+    def checkpointing(self):
+        """Gradient checkpointing looks at the train flag of the layers, which changes nothing else: dropout
+        is 0."""
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            yield
+            return
+        self.model.train()
+        yield
+        self.model.eval()
+
+    def save(self, folder: str | Path) -> None:
+        self.model.save_pretrained(folder)
+        self.chat.tokenizer.save_pretrained(folder)
+
+
+def load_base(
+    model: str,
+    *,
+    vocabulary: Iterable[str] | None = None,
+    d_model: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    intermediate: int = 256,
+    max_length: int = 1024,
+    seed: int = 0,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: bool = False,
+) -> Base:
+    """`model`: a folder, a hub id, or "tiny": a Qwen2 of the given sizes over the environment's `vocabulary`.
+
+    A folder that holds a LoRA adapter is merged into the model it was trained from, so the reference is the
+    start.
+    """
+    if model == "tiny":
+        if vocabulary is None:
+            raise ValueError("--model tiny needs an environment whose words are known: use --env household")
+        lm, tokenizer = _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, seed)
+        lm.to(getattr(torch, dtype))
+    else:
+        check_model(model)
+        lm, tokenizer = _load_pretrained(model, getattr(torch, dtype))
+    eos = getattr(lm.generation_config, "eos_token_id", None)
+    chat = Chat(tokenizer, eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return Base(lm, chat, device, gradient_checkpointing)
+
+
+def _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, seed):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = tiny_tokenizer(vocabulary)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=d_model,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config), tokenizer
+
+
+def _load_pretrained(model: str, dtype: torch.dtype):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    adapter = Path(model) / "adapter_config.json"
+    start = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else model
+    try:
+        config = AutoConfig.from_pretrained(start)
+        for name, value in vars(config).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(config, name, 0.0)
+        lm = AutoModelForCausalLM.from_pretrained(start, config=config, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except OSError as error:
+        raise ValueError(
+            f"--model {model}: cannot load {start} ({error}); give a folder, or a hub id that can be fetched"
+        ) from error
+    if adapter.exists():
+        import peft
+
+        lm = peft.PeftModel.from_pretrained(lm, model).merge_and_unload()
+    if not tokenizer.chat_template:
+        raise ValueError(f"--model {model}: its tokenizer has no chat template; use an instruct model")
+    return lm, tokenizer
+
+
+# --- log-probs ------------------------------------------------------------------------------------
+
+
+def token_logprobs(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits / temperature)[target] of N tokens, and the entropy if asked (N,), fp32
+
+    hidden (N, D) are the states that predict the targets (N,). More than `chunk` tokens go chunk by chunk,
+    and backward recomputes each chunk's logits instead of keeping them.
+    """
+
+    def score(hidden: Tensor, targets: Tensor):
+        logprobs = torch.log_softmax(logits_of(hidden) / temperature, dim=-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+    if len(hidden) <= chunk:
+        return score(hidden, targets)
+    parts = [
+        checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+# --- agents ---------------------------------------------------------------------------------------
+
+
+class Agent:
+    """Weights that are trained: an adapter on the shared base or a whole copy, and the AdamW that moves
+    them."""
+
+    def __init__(self, base: Base, name: str, *, lora_rank: int, lora_alpha: float, seed: int, **adamw):
+        self.base, self.name, self.version = base, name, 0
+        self.model, self.named = base.attach(name, lora_rank, lora_alpha, seed)
+        self._settings = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, **adamw}
+        self._make_optimizer(adamw)
+
+    def _make_optimizer(self, adamw: dict) -> None:
+        if not self.named:
+            raise ValueError(f"agent {self.name!r} has no trainable parameters")
+        self.parameters = list(self.named.values())
+        fused = all(p.dtype == torch.float32 for p in self.parameters)
+        self.optimizer = torch.optim.AdamW(self.parameters, fused=fused, **adamw)
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def chat(self) -> Chat:
+        return self.base.chat
+
+    @property
+    def max_length(self) -> int:
+        return self.base.max_length
+
+    def activate(self) -> nn.Module:
+        """The causal LM with this agent's weights in use, in eval mode."""
+        self.base.use(self.name)
+        return self.model
+
+    def _read(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The states that predict the batch's action tokens (N, D), and these tokens' places (rows,
+        columns)."""
+        model = self.activate()
+        with self.base.checkpointing():
+            hidden = self.base.read(model, batch)
+        rows, columns = batch.action_mask.nonzero(as_tuple=True)
+        return hidden[rows, columns - 1], (rows, columns)
+
+    def _place(self, values: Tensor, places: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        """(N,) put on its columns of (B, T), 0 elsewhere. Backward may find another agent in use, with this
+        one's parameters frozen and autograd silently passing them by: it first puts this agent back."""
+        out = torch.zeros(batch.input_ids.shape, device=values.device).index_put(places, values)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.activate() and None)
+        return out
+
+    def step(self, max_grad_norm: float) -> float:
+        """Clip, one AdamW step, gradients dropped. Returns the gradient's norm before clipping."""
+        if all(p.grad is None for p in self.parameters):
+            raise RuntimeError(f"no gradient has reached agent {self.name!r}: nothing to step on")
+        norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the gradient of agent {self.name!r} has norm {norm}")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return norm
+
+    @torch.no_grad()
+    def copy_from(self, other: Agent) -> None:
+        """Take the other's weights and AdamW state, by value."""
+        torch._foreach_copy_(self.parameters, other.parameters)
+        self.optimizer.state.clear()
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            if theirs in other.optimizer.state:
+                state = other.optimizer.state[theirs]
+                self.optimizer.state[mine] = {k: v.clone() for k, v in state.items()}
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies on the CPU of the weights and the AdamW state: `weight/<name>`, `exp_avg/<name>`, ..."""
+        state = {f"weight/{name}": p for name, p in self.named.items()}
+        for name, p in self.named.items():
+            state |= {f"{key}/{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
+        return {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from there: the parameters stay the same trainable tensors, only their values change."""
+        expected = {f"weight/{name}" for name in self.named}
+        given = {key for key in state if key.startswith("weight/")}
+        if expected != given:
+            raise ValueError(
+                f"these weights are of another model: {sorted(expected ^ given)[:4]} do not match"
+            )
+        self.optimizer.state.clear()
+        for name, p in self.named.items():
+            p.copy_(state[f"weight/{name}"])
+            moments = {
+                key: state[f"{key}/{name}"]
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"{key}/{name}" in state
+            }
+            if moments:
+                self.optimizer.state[p] = {
+                    key: value.to(p.device, copy=True) for key, value in moments.items()
+                }
+        self.version += 1
+
+
+class Policy(Agent):
+    """An agent that acts: A, or with `fork` B. `temperature` is that of training, for sampling and scoring
+    alike.
+
+    With a `critic_learning_rate` it has a `critic` (PPO). `version` changes whenever the weights do.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        name: str = "policy",
+        *,
+        lora_rank: int = 0,
+        lora_alpha: float = 64.0,
+        learning_rate: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+        critic_learning_rate: float | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ):
+        adamw = {"betas": betas, "weight_decay": weight_decay}
+        lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed}
+        super().__init__(base, name, lr=learning_rate, **lora, **adamw)
+        self.temperature = temperature
+        self.chunk = max(64, CHUNK_LOGITS // self.model.config.get_text_config().vocab_size)
+        self.critic = None
+        if critic_learning_rate is not None:
+            self.critic = Critic(base, f"{name}_critic", lr=critic_learning_rate, **lora, **adamw)
+        self._recipe = {
+            "learning_rate": learning_rate,
+            "critic_learning_rate": critic_learning_rate,
+            "temperature": temperature,
+            **lora,
+            **adamw,
+        }
+        self._explorer, self._discarded = None, False
+
+    def activate(self) -> nn.Module:
+        if self._discarded:
+            raise RuntimeError(f"agent {self.name!r} was discarded: fork a new one")
+        return super().activate()
+
+    def hidden(self, input_ids: Tensor, mask=None, positions=None, cache=None) -> Tensor:
+        """This agent's last hidden states (B, T, D), for samplers."""
+        return self.base.hidden(self.activate(), input_ids, mask, positions, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.base.logits(self.model, hidden)
+
+    def logprobs(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """log pi(token | what is before it) at the training temperature, and the entropy there: (B, T), fp32,
+        0 off the action columns. Gradients flow to this agent alone."""
+        states, places = self._read(batch)
+        logprobs, entropy = token_logprobs(
+            self.logits, states, batch.input_ids[places], self.temperature, self.chunk, with_entropy
+        )
+        return self._place(logprobs, places, batch), self._place(
+            entropy, places, batch
+        ) if with_entropy else None
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """The same of the starting model (B, T)."""
+        model = self.base.reference or self.base.model
+        self.base.use(None)
+        rows, columns = places = batch.action_mask.nonzero(as_tuple=True)
+        states = self.base.read(model, batch)[rows, columns - 1]
+        logits_of = functools.partial(self.base.logits, model)
+        values, _ = token_logprobs(logits_of, states, batch.input_ids[places], self.temperature, self.chunk)
+        return self._place(values, places, batch)
+
+    def fork(self, name: str) -> Policy:
+        """B: a copy of this agent's weights and AdamW state. Its tensors are kept from fork to fork, as is
+        its critic, which is its own and is not copied."""
+        if self._explorer is None:
+            self._explorer = Policy(self.base, name, **self._recipe)
+        self._explorer._discarded = False
+        self._explorer.copy_from(self)
+        return self._explorer
+
+    def discard(self) -> None:
+        """This agent can no longer be used. Its storage is kept for the next fork."""
+        self._discarded = True
+
+    def state_dicts(self) -> dict[str, dict[str, Tensor]]:
+        """All that a run continues from: "policy", and for PPO "critic" and "explorer_critic"."""
+        states = {"policy": self.state_dict()}
+        if self.critic is not None:
+            states["critic"] = self.critic.state_dict()
+            if self._explorer is not None:
+                states["explorer_critic"] = self._explorer.critic.state_dict()
+        return states
+
+    def load_state_dicts(self, states: dict[str, dict[str, Tensor]]) -> None:
+        self.load_state_dict(states["policy"])
+        if "critic" in states:
+            self.critic.load_state_dict(states["critic"])
+        if "explorer_critic" in states:
+            explorer = self.fork("explorer")
+            explorer.critic.load_state_dict(states["explorer_critic"])
+            explorer.discard()
+
+    def save(self, folder: str | Path) -> None:
+        """What `peft.PeftModel.from_pretrained` loads (LoRA), or `AutoModelForCausalLM` (full); the tokenizer
+        beside it."""
+        if self.base.peft is None:
+            self.model.save_pretrained(folder)
+        else:
+            from peft import get_peft_model_state_dict
+            from safetensors.torch import save_file
+
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            weights = get_peft_model_state_dict(self.base.peft, adapter_name=self.name)
+            weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+            save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+            self.base.peft.peft_config[self.name].save_pretrained(folder)
+        self.chat.tokenizer.save_pretrained(folder)
+
+
+class Critic(Agent):
+    """V(state before a token): its own adapter or copy of the starting model, and a linear head that starts
+    at 0."""
+
+    def __init__(self, base: Base, name: str, *, lora_rank: int, lora_alpha: float, seed: int, **adamw):
+        super().__init__(base, name, lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, **adamw)
+        unused = self.model.get_output_embeddings().weight
+        self.named = {
+            k: p
+            for k, p in self.named.items()
+            if p is not unused or p is self.model.get_input_embeddings().weight
+        }
+        self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1).to(base.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.named |= {f"head.{k}": p for k, p in self.head.named_parameters()}
+        self._make_optimizer(adamw)
+
+    def values(self, batch: Batch) -> Tensor:
+        """(B, T): at an action token's column the value of the state before it, 0 elsewhere."""
+        states, places = self._read(batch)
+        return self._place(self.head(states.float())[:, 0], places, batch)
+
+
+# --- warm start -----------------------------------------------------------------------------------
+
+
+def warm_start(
+    base: Base,
+    demonstrations: list[Trajectory],
+    *,
+    updates: int,
+    rows_per_update: int,
+    learning_rate: float,
+    seed: int = 0,
+    warmup: float = 0.1,
+    micro_batch_tokens: int = 4096,
+    progress: Callable[[int, float], None] = lambda update, loss: None,
+) -> list[float]:
+    """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
+    demonstrated action tokens. The learning rate rises over the first `warmup` share of updates, then falls
+    to 0. Rows are shuffled anew each time all were seen. Returns the loss of each update."""
+    assert base.peft is None and base.reference is None, "warm start comes before the agents"
+    rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
+    rng, order = random.Random(seed), []
+    parameters = list(base.model.requires_grad_(True).parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
+    rise = max(1, round(warmup * updates))
+    losses = []
+    for update in range(updates):
+        optimizer.param_groups[0]["lr"] = learning_rate * min(
+            (update + 1) / rise, (updates - update) / max(1, updates - rise)
+        )
+        while len(order) < rows_per_update:
+            order += rng.sample(range(len(rows)), len(rows))
+        chosen: list[Row] = [rows[order.pop()] for _ in range(rows_per_update)]
+        count, total = sum(row.action_tokens for row in chosen), 0.0
+        for batch in micro_batches(chosen, micro_batch_tokens, base.chat.pad_id, base.device):
+            with base.checkpointing():
+                hidden = base.read(base.model, batch)
+            at, columns = places = batch.action_mask.nonzero(as_tuple=True)
+            logits = base.logits(base.model, hidden[at, columns - 1])
+            loss = nn.functional.cross_entropy(logits, batch.input_ids[places], reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        progress(update, total)
+    base.model.requires_grad_(False)
+    return losses
