@@ -259,7 +259,7 @@ class Room:
         """
         game, out = self.game, []
         if left := [r for r in self.contents if r not in self.searched and r != game.target]:
-            out.append("search " + ", ".join(left))
+            out.append("search " + " ".join(left))
         seen = [
             f"{name} in {r}"
             for r in self.contents
