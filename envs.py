@@ -135,7 +135,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
     need not be admissible: that is the environment's to answer.
     """
     text = reply.lower()
-    if style == "think":
+    if style != "short":
         if text.count("<action>") != 1 or text.count("</action>") != 1:
             return "", False
         before, _, text = text.partition("<action>")
@@ -165,8 +165,7 @@ class Household:
         return self._show(self._room.opening)
 
     def step(self, action: str) -> View:
-        known = action in self._view.admissible
-        return self._show(self._room.act(action) if known else household.NOTHING)
+        return self._show(self._room.act(action))
 
     def expert(self) -> str:
         return self._room.advice(self._room.contents)
@@ -177,17 +176,16 @@ class Household:
     def _show(self, observation: str) -> View:
         room = self._room
         won = room.won
-        self._view = View(
+        return View(
             task=room.game.sentence,
             task_type=room.game.task_type,
             observation=observation,
-            admissible=room.commands(),
+            admissible=room.admissible,
             notes=room.notes(),
             done=won,
             outcome=float(won),
             success=won,
         )
-        return self._view
 
 
 def make_env(name: str, data: str | None = None) -> Env:

@@ -62,9 +62,7 @@ class Game(NamedTuple):
     task_type: str
     thing: str  # "mug"
     target: str  # "desk 1"; "" for Look
-    contents: tuple[
-        tuple[str, tuple[str, ...]], ...
-    ]  # what is where, sorted: ("desk 1", ("book 1", "mug 1"))
+    contents: tuple[tuple[str, tuple[str, ...]], ...]  # sorted: ("desk 1", ("book 1", "mug 1")), ...
 
     @property
     def split(self) -> str:
@@ -139,7 +137,7 @@ def _listing(names) -> str:
 
 
 class Room:
-    """One game being played: its state, the commands it admits, what it answers, and what was seen of it."""
+    """One game being played: its state, its admissible commands, its answers, and what was seen of it."""
 
     def __init__(self, game: Game, search_order: list[str]):
         self.game = game
@@ -151,6 +149,7 @@ class Room:
         self.states = {name: set() for names in self.contents.values() for name in names}  # {"clean", "hot"}
         self.lamp_is_on = False
         self.searched: set[str] = set()  # what was seen inside; only the agent changes it, so it stays known
+        self.admissible = self._admissible()
 
     @property
     def opening(self) -> str:
@@ -173,8 +172,8 @@ class Room:
         state = STATE.get(self.game.task_type.lower())
         return state is None or state in self.states[name]
 
-    def commands(self) -> tuple[str, ...]:
-        """What is admissible now, sorted as ALFWorld does; nothing once the game is won."""
+    def _admissible(self) -> tuple[str, ...]:
+        """The commands of this state, sorted as ALFWorld does; none once the game is won."""
         if self.won:
             return ()
         here, held = self.here, self.held
@@ -197,16 +196,23 @@ class Room:
         return tuple(sorted(out))
 
     def act(self, command: str) -> str:
-        """Carry out one of `commands()` and say what ALFWorld says."""
+        """Carry out the command and say what ALFWorld says; what is not admissible changes nothing."""
+        if command not in self.admissible:
+            return NOTHING
+        answer = self._do(command)
+        self.admissible = self._admissible()
+        return answer
+
+    def _do(self, command: str) -> str:
         verb, _, rest = command.partition(" ")
         here, held = self.here, self.held
         match verb:
             case "go":
                 self.here = rest.removeprefix("to ")
-                return f"You arrive at {self.here}. {self._inside(self.here)}"
+                return f"You arrive at {self.here}. {self._see(self.here)}"
             case "open":
                 self.closed.remove(here)
-                return f"You open the {here}. {self._inside(here)}"
+                return f"You open the {here}. {self._see(here)}"
             case "close":
                 self.closed.add(here)
                 return f"You close the {here}."
@@ -227,14 +233,15 @@ class Room:
                 self.lamp_is_on = True  # a second use says the same: ALFWorld's lamps never go out
                 return f"You turn on the {LAMP}."
             case "examine":
-                return self._inside(here) if rest == here else self._examined(held)
+                return self._see(here) if rest == here else self._examined(held)
             case "inventory":
                 return f"You are carrying: a {held}." if held else "You are not carrying anything."
             case "look":
                 return f"You are facing the {here}. Next to it, you see nothing." if here else self.opening
-        raise ValueError(f"{command!r} is not admissible")
+        raise AssertionError(f"{command!r} is admissible and not known")
 
-    def _inside(self, receptacle: str) -> str:
+    def _see(self, receptacle: str) -> str:
+        """What is seen there; once its inside was seen it counts as searched."""
         if receptacle in self.closed:
             return f"The {receptacle} is closed."
         self.searched.add(receptacle)
