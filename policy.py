@@ -35,9 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from buffer import Batch, Row, Trajectory, micro_batches, rows_of
 
-TODAY = datetime.date(
-    2024, 7, 26
-)  # what chat templates are told: prompts must not depend on the day of the run
+TODAY = datetime.date(2024, 7, 26)  # for chat templates: prompts must not depend on the day of the run
 CHUNK_LOGITS = 2**26  # elements of one (chunk, V) block of logits: 256 MB in fp32
 
 
@@ -45,8 +43,7 @@ CHUNK_LOGITS = 2**26  # elements of one (chunk, V) block of logits: 256 MB in fp
 
 
 class Chat:
-    """A tokenizer and its chat template as an append-only format: turns are added, nothing before them
-    changes.
+    """A tokenizer and its chat template as an append-only format: what a turn adds changes nothing before it.
 
     The template is rendered once, with sentinels for the texts; what lies between them is the glue. Texts are
     then encoded on their own, so that control tokens written inside a text stay plain text, and sampled token
@@ -54,6 +51,8 @@ class Chat:
     """
 
     def __init__(self, tokenizer, stop_ids: Iterable[int] = ()):
+        from jinja2 import TemplateError
+
         self.tokenizer = tokenizer
         user, system, reply, later = "RSPOuserRSPO", "RSPOsystemRSPO", "RSPOreplyRSPO", "RSPOlaterRSPO"
         turn = {"role": "user", "content": user}
@@ -63,11 +62,7 @@ class Chat:
         self._start, self._generate, self._between = map(self._glue, (start, generate, between))
         try:
             opening = self._render([{"role": "system", "content": system}, turn]).split(user)[0]
-        except (
-            Exception
-        ) as error:  # jinja2's TemplateError, without importing jinja2: the template refuses the role
-            if "TemplateError" not in [kind.__name__ for kind in type(error).__mro__]:
-                raise
+        except TemplateError:  # the template refuses the role
             opening = ""
         self._opening = list(map(self._glue, opening.split(system))) if system in opening else None
         end = self._between[0] if self._between else None
@@ -80,6 +75,8 @@ class Chat:
         ends = [end, *stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         self.stop_ids = sorted(set(ends))
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop_ids[0]
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._word_level = backend is not None and type(backend.model).__name__ == "WordLevel"
         self._encode = functools.lru_cache(maxsize=2**16)(self._encode)
         self._decode = functools.lru_cache(maxsize=2**16)(self._decode)
 
@@ -104,7 +101,9 @@ class Chat:
 
     def encode(self, text: str) -> list[int]:
         """Plain text: a control token spelled out in it is spelled in ordinary tokens."""
-        return list(self._encode(text.strip()))
+        # Between words a word-level text may be cut; its parts repeat much more than the whole
+        parts = re.split(r"(?=\|)", text) if self._word_level else [text.strip()]
+        return [i for part in parts for i in self._encode(part)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, stop tokens left out."""
@@ -120,8 +119,7 @@ class Chat:
         return [*before, *self.encode(system), *after, *self.encode(user), *self._generate]
 
     def extend(self, action_ids: list[int], user: str) -> list[int]:
-        """What comes after prompt + action_ids: the end of the turn if it was not sampled, and the next user
-        turn."""
+        """What follows prompt + action_ids: the turn's end if it was not sampled, and the next user turn."""
         stopped = bool(action_ids) and action_ids[-1] in self.stop_ids
         return [*self._between[stopped:], *self.encode(user), *self._generate]
 
@@ -169,10 +167,9 @@ def tiny_tokenizer(vocabulary: Iterable[str]):
 
 
 def check_model(model: str) -> None:
-    """Cheap check of `--model` before anything loads: a folder must hold a model, a tokenizer and a chat
-    template."""
+    """Cheap check before anything loads: a folder must hold a model, a tokenizer and a chat template."""
     path = Path(model)
-    if model == "tiny" or not (path.exists() or model.startswith(("/", ".", "~"))):
+    if model == "tiny" or not (path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
         return  # built here, or the id of a hub model
     if not path.is_dir():
         raise ValueError(f"--model {model}: there is no such folder; give one, a hub id, or 'tiny'")
@@ -197,56 +194,44 @@ def check_model(model: str) -> None:
 class Base:
     """The starting model on its device, its chat format, and the adapters or copies that agents train."""
 
-    def __init__(
-        self, model, chat: Chat, device: str | torch.device = "cpu", gradient_checkpointing: bool = False
-    ):
+    def __init__(self, model, chat: Chat, device="cpu", gradient_checkpointing=False, changed=False):
         self.model, self.chat, self.device = model.to(device).eval(), chat, torch.device(device)
-        self.max_length: int = getattr(model.config, "max_position_embeddings", None) or 2**30
+        self.config = model.config.get_text_config()
+        self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 2**30
         self.reference = None  # full weights: the frozen copy; LoRA needs none
-        self.peft, self.active = (
-            None,
-            None,
-        )  # LoRA: peft's wrapper, and the adapter in use (None: adapters off)
-        self.autocast = False  # full weights of a bf16 model are kept in fp32 and used in bf16
-        self._cache_name = next(
-            name
-            for name in ("cache", "past_key_values")  # transformers 5.20 renamed it
-            if name in inspect.signature(model.get_decoder().forward).parameters
-        )
+        self.peft, self.active = None, None  # LoRA: peft's wrapper, and which adapter is on (None: none)
+        self.autocast = False  # weights that are trained stay in fp32; those of a bf16 model are used in bf16
+        self.changed = changed  # it is not what its name_or_path holds: save it to be able to load it again
+        self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.gradient_checkpointing = gradient_checkpointing
+        takes = inspect.signature(model.get_decoder().forward).parameters
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed within transformers 5
         self._check_head()
 
     def _check_head(self) -> None:
-        """The log-probs come from lm_head(decoder(ids)); a model that does more than that would be scored
-        wrongly."""
-        ids = torch.arange(8, device=self.device)[None] % self.model.config.get_text_config().vocab_size
+        """Log-probs are made from output_layer(decoder(ids)): refuse a model that does more than that."""
+        ids = torch.arange(8, device=self.device)[None] % self.config.vocab_size
         with torch.no_grad():
             logits = self.model(input_ids=ids).logits.float()
             ours = self.logits(self.model, self.hidden(self.model, ids))
         if not torch.allclose(logits, ours, atol=1e-3 * logits.abs().max().item()):
             raise ValueError(
-                f"model type {self.model.config.model_type!r} does more to its logits than its output layer "
+                f"model type {self.config.model_type!r} does more to its logits than its output layer "
                 "(a cap or a scale): it is not supported"
             )
 
     def _precision(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
-    def hidden(
-        self, model, input_ids: Tensor, mask: Tensor | None = None, positions=None, cache=None
-    ) -> Tensor:
-        """The decoder's last hidden states (B, T, D). `mask` (B, T), or (B, 1, T, K) additive, or None:
-        causal."""
-        extra = {} if cache is None else {self._cache_name: cache, "use_cache": True}
+    def hidden(self, model, input_ids: Tensor, mask=None, positions=None, cache=None) -> Tensor:
+        """The last hidden states (B, T, D). `mask`: (B, T), additive (B, 1, T, K), or None: causal."""
+        cached = {"use_cache": False} if cache is None else {"use_cache": True, self._cache_name: cache}
         with self._precision():
-            return model.get_decoder()(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                **(extra or {"use_cache": False}),
-            ).last_hidden_state
+            out = model.get_decoder()(
+                input_ids=input_ids, attention_mask=mask, position_ids=positions, **cached
+            )
+        return out.last_hidden_state
 
     def logits(self, model, hidden: Tensor) -> Tensor:
         """fp32 (..., V)."""
@@ -255,28 +240,48 @@ class Base:
 
     def read(self, model, batch: Batch) -> Tensor:
         """Hidden states of all columns but the last (B, T - 1, D): column t - 1 is what predicts token t."""
-        assert not batch.action_mask[:, 0].any(), (
-            "an action token in column 0 has nothing to be predicted from"
-        )
-        ids, mask = batch.input_ids[:, :-1], batch.attention_mask[:, :-1]
+        ids, mask, positions = batch.input_ids[:, :-1], batch.attention_mask[:, :-1], None
         if mask[:, 0].all():  # padded on the right: causality alone keeps the padding out of sight
-            return self.hidden(model, ids)
-        return self.hidden(model, ids, mask, (mask.cumsum(1) - 1).clamp(min=0))
+            mask = None
+        else:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return self.hidden(model, ids, mask, positions)
+        model.train()  # layers checkpoint only in this mode, which changes nothing else: dropout is 0
+        hidden = self.hidden(model, ids, mask, positions)
+        model.eval()
+        return hidden
+
+    def states(self, model, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What predicts the action tokens (N, D), and these tokens' places: rows (N,) and columns (N,)."""
+        assert not batch.action_mask[:, 0].any(), "nothing comes before an action token in column 0"
+        rows, columns = batch.action_mask.nonzero(as_tuple=True)
+        return self.read(model, batch)[rows, columns - 1], (rows, columns)
+
+    def score(self, model, batch: Batch, temperature: float, with_entropy=False) -> list[Tensor]:
+        """[log-probs] or [log-probs, entropy] at the action tokens (B, T)."""
+        states, places = self.states(model, batch)
+        logits_of = functools.partial(self.logits, model)
+        chunk = max(64, CHUNK_LOGITS // self.config.vocab_size)
+        scores = token_logprobs(logits_of, states, batch.input_ids[places], temperature, chunk, with_entropy)
+        return [put(values, places, batch) for values in scores]
+
+    def fp32(self) -> None:
+        """Before full weights are trained: an update of 1e-6 is below the resolution of bf16."""
+        if self.model.dtype == torch.bfloat16:
+            self.model.float()
+            self.autocast = True
 
     def attach(self, name: str, lora_rank: int, lora_alpha: float, seed: int):
-        """The model an agent runs and its own parameters by name: a new adapter, or at rank 0 a copy of the
-        start."""
+        """What an agent runs and its parameters by name: a new adapter, or at rank 0 a copy of the start."""
         if lora_rank == 0:
+            model = self.model
             if self.reference is None:
-                if self.model.dtype == torch.bfloat16:
-                    self.autocast = True  # an update of 1e-6 is below bf16's resolution
-                    self.model.float()
-                self.reference = copy.deepcopy(self.model).requires_grad_(False)
-                model = self.model
+                self.fp32()
+                self.reference = copy.deepcopy(model).requires_grad_(False)
             else:
                 model = copy.deepcopy(self.reference)
-            model.requires_grad_(True)
-            return model, dict(model.named_parameters())
+            return model, dict(model.requires_grad_(True).named_parameters())
 
         import peft
 
@@ -288,19 +293,16 @@ class Base:
             bias="none",
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the adapter's start is the seed's, whatever was drawn before
+        with torch.random.fork_rng(devices=[]):  # the seed's own draws, whatever was drawn before
             torch.manual_seed(seed)
             if self.peft is None:
-                self.model.requires_grad_(False)
-                self.peft = peft.get_peft_model(self.model, config, adapter_name=name)
+                self.peft = peft.get_peft_model(self.model.requires_grad_(False), config, adapter_name=name)
             else:
                 self.peft.add_adapter(name, config)
         self.peft.to(self.device).eval()
-        self.active = "unknown"  # peft may have switched
-        mine = {k: p for k, p in self.model.named_parameters() if ".lora_" in k and f".{name}." in k}
-        return self.model, mine
+        self.active = "new"  # peft may have switched
+        own = {k: p for k, p in self.model.named_parameters() if ".lora_" in k and f".{name}." in k}
+        return self.model, own
 
     def use(self, name: str | None) -> None:
         """LoRA: have this adapter on, None for the bare base. peft freezes and thaws adapters as it switches:
@@ -311,28 +313,19 @@ class Base:
             self.peft.base_model.disable_adapter_layers()
         else:
             self.peft.base_model.enable_adapter_layers()
-            self.peft.base_model.set_adapter(name)
+            self.peft.set_adapter(name)
         self.active = name
-        trainable = {k for k, p in self.model.named_parameters() if p.requires_grad}
-        wrong = [k for k in trainable if name is None or f".{name}." not in k]
-        assert not wrong and (name is None or trainable), (
-            f"adapter {name!r} in use, but trainable: {wrong or 'none'}"
-        )
-
-    @contextlib.contextmanager
-    def checkpointing(self):
-        """Gradient checkpointing looks at the train flag of the layers, which changes nothing else: dropout
-        is 0."""
-        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            yield
-            return
-        self.model.train()
-        yield
-        self.model.eval()
+        for key, p in self.model.named_parameters():
+            assert p.requires_grad == (".lora_" in key and f".{name}." in key), (
+                f"{name} in use, wrong for {key}"
+            )
 
     def save(self, folder: str | Path) -> None:
+        """What `load_base` loads. Adapters that are saved later name this folder as their base."""
+        assert self.peft is None, "the base is saved before it carries adapters"
         self.model.save_pretrained(folder)
         self.chat.tokenizer.save_pretrained(folder)
+        self.model.name_or_path, self.changed = str(Path(folder).resolve()), False
 
 
 def load_base(
@@ -354,17 +347,19 @@ def load_base(
     A folder that holds a LoRA adapter is merged into the model it was trained from, so the reference is the
     start.
     """
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     if model == "tiny":
         if vocabulary is None:
-            raise ValueError("--model tiny needs an environment whose words are known: use --env household")
+            raise ValueError("--model tiny needs an environment whose words are known, such as household")
         lm, tokenizer = _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, seed)
-        lm.to(getattr(torch, dtype))
+        lm = lm.to(kind)
     else:
         check_model(model)
-        lm, tokenizer = _load_pretrained(model, getattr(torch, dtype))
+        lm, tokenizer = _load_pretrained(model, kind)
     eos = getattr(lm.generation_config, "eos_token_id", None)
     chat = Chat(tokenizer, eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return Base(lm, chat, device, gradient_checkpointing)
+    changed = model == "tiny" or (Path(model) / "adapter_config.json").exists()
+    return Base(lm, chat, device, gradient_checkpointing, changed)
 
 
 def _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, seed):
@@ -396,9 +391,10 @@ def _load_pretrained(model: str, dtype: torch.dtype):
     start = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else model
     try:
         config = AutoConfig.from_pretrained(start)
-        for name, value in vars(config).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(config, name, 0.0)
+        for part in (config, config.get_text_config()):
+            for name, value in list(vars(part).items()):
+                if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                    setattr(part, name, 0.0)
         lm = AutoModelForCausalLM.from_pretrained(start, config=config, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(model)
     except OSError as error:
@@ -424,17 +420,17 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[target] of N tokens, and the entropy if asked (N,), fp32
+) -> list[Tensor]:
+    """[log softmax(logits / temperature)[target]] of N tokens, with their entropy if asked; each (N,), fp32
 
     hidden (N, D) are the states that predict the targets (N,). More than `chunk` tokens go chunk by chunk,
     and backward recomputes each chunk's logits instead of keeping them.
     """
 
-    def score(hidden: Tensor, targets: Tensor):
+    def score(hidden: Tensor, targets: Tensor) -> list[Tensor]:
         logprobs = torch.log_softmax(logits_of(hidden) / temperature, dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        scores = [logprobs.gather(-1, targets[:, None])[:, 0]]
+        return [*scores, -(logprobs.exp() * logprobs).sum(-1)] if with_entropy else scores
 
     if len(hidden) <= chunk:
         return score(hidden, targets)
@@ -442,29 +438,28 @@ def token_logprobs(
         checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False)
         for part in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+    return [torch.cat(scores) for scores in zip(*parts, strict=True)]
+
+
+def put(values: Tensor, places: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    """Values of the action tokens (N,) on their places in (B, T), 0 elsewhere."""
+    return torch.zeros(batch.input_ids.shape, device=values.device).index_put(places, values)
 
 
 # --- agents ---------------------------------------------------------------------------------------
 
 
 class Agent:
-    """Weights that are trained: an adapter on the shared base or a whole copy, and the AdamW that moves
-    them."""
+    """Weights that are trained, an adapter on the base or a whole copy, and the AdamW that moves them."""
 
-    def __init__(self, base: Base, name: str, *, lora_rank: int, lora_alpha: float, seed: int, **adamw):
+    def __init__(self, base: Base, name: str, *, lora_rank, lora_alpha, seed, head=None, **adamw):
         self.base, self.name, self.version = base, name, 0
         self.model, self.named = base.attach(name, lora_rank, lora_alpha, seed)
-        self._settings = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, **adamw}
-        self._make_optimizer(adamw)
-
-    def _make_optimizer(self, adamw: dict) -> None:
-        if not self.named:
-            raise ValueError(f"agent {self.name!r} has no trainable parameters")
+        if head is not None:
+            self.named |= {f"head.{key}": p for key, p in head.named_parameters()}
         self.parameters = list(self.named.values())
-        fused = all(p.dtype == torch.float32 for p in self.parameters)
-        self.optimizer = torch.optim.AdamW(self.parameters, fused=fused, **adamw)
+        assert self.parameters and all(p.dtype == torch.float32 for p in self.parameters)
+        self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **adamw)
 
     @property
     def device(self) -> torch.device:
@@ -483,22 +478,12 @@ class Agent:
         self.base.use(self.name)
         return self.model
 
-    def _read(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The states that predict the batch's action tokens (N, D), and these tokens' places (rows,
-        columns)."""
-        model = self.activate()
-        with self.base.checkpointing():
-            hidden = self.base.read(model, batch)
-        rows, columns = batch.action_mask.nonzero(as_tuple=True)
-        return hidden[rows, columns - 1], (rows, columns)
-
-    def _place(self, values: Tensor, places: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        """(N,) put on its columns of (B, T), 0 elsewhere. Backward may find another agent in use, with this
-        one's parameters frozen and autograd silently passing them by: it first puts this agent back."""
-        out = torch.zeros(batch.input_ids.shape, device=values.device).index_put(places, values)
-        if out.requires_grad:
-            out.register_hook(lambda _: self.activate() and None)
-        return out
+    def _mine(self, values: Tensor) -> Tensor:
+        """Backward may find another agent in use and this one frozen, and autograd would silently pass it by:
+        have it put this agent back before the gradient gets there."""
+        if values.requires_grad:
+            values.register_hook(lambda gradient: self.activate() and None)
+        return values
 
     def step(self, max_grad_norm: float) -> float:
         """Clip, one AdamW step, gradients dropped. Returns the gradient's norm before clipping."""
@@ -544,21 +529,14 @@ class Agent:
         self.optimizer.state.clear()
         for name, p in self.named.items():
             p.copy_(state[f"weight/{name}"])
-            moments = {
-                key: state[f"{key}/{name}"]
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"{key}/{name}" in state
-            }
+            moments = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in state]
             if moments:
-                self.optimizer.state[p] = {
-                    key: value.to(p.device, copy=True) for key, value in moments.items()
-                }
+                self.optimizer.state[p] = {k: state[f"{k}/{name}"].to(p.device, copy=True) for k in moments}
         self.version += 1
 
 
 class Policy(Agent):
-    """An agent that acts: A, or with `fork` B. `temperature` is that of training, for sampling and scoring
-    alike.
+    """An agent that acts: A, or by `fork` B. `temperature` is that of training, of samples and scores alike.
 
     With a `critic_learning_rate` it has a `critic` (PPO). `version` changes whenever the weights do.
     """
@@ -581,7 +559,6 @@ class Policy(Agent):
         lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed}
         super().__init__(base, name, lr=learning_rate, **lora, **adamw)
         self.temperature = temperature
-        self.chunk = max(64, CHUNK_LOGITS // self.model.config.get_text_config().vocab_size)
         self.critic = None
         if critic_learning_rate is not None:
             self.critic = Critic(base, f"{name}_critic", lr=critic_learning_rate, **lora, **adamw)
@@ -609,24 +586,16 @@ class Policy(Agent):
     def logprobs(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """log pi(token | what is before it) at the training temperature, and the entropy there: (B, T), fp32,
         0 off the action columns. Gradients flow to this agent alone."""
-        states, places = self._read(batch)
-        logprobs, entropy = token_logprobs(
-            self.logits, states, batch.input_ids[places], self.temperature, self.chunk, with_entropy
-        )
-        return self._place(logprobs, places, batch), self._place(
-            entropy, places, batch
-        ) if with_entropy else None
+        scores = self.base.score(self.activate(), batch, self.temperature, with_entropy)
+        logprobs, *entropy = map(self._mine, scores)
+        return logprobs, entropy[0] if with_entropy else None
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """The same of the starting model (B, T)."""
-        model = self.base.reference or self.base.model
         self.base.use(None)
-        rows, columns = places = batch.action_mask.nonzero(as_tuple=True)
-        states = self.base.read(model, batch)[rows, columns - 1]
-        logits_of = functools.partial(self.base.logits, model)
-        values, _ = token_logprobs(logits_of, states, batch.input_ids[places], self.temperature, self.chunk)
-        return self._place(values, places, batch)
+        model = self.base.model if self.base.reference is None else self.base.reference
+        return self.base.score(model, batch, self.temperature)[0]
 
     def fork(self, name: str) -> Policy:
         """B: a copy of this agent's weights and AdamW state. Its tensors are kept from fork to fork, as is
@@ -660,8 +629,7 @@ class Policy(Agent):
             explorer.discard()
 
     def save(self, folder: str | Path) -> None:
-        """What `peft.PeftModel.from_pretrained` loads (LoRA), or `AutoModelForCausalLM` (full); the tokenizer
-        beside it."""
+        """For `PeftModel.from_pretrained` (LoRA) or `AutoModelForCausalLM` (full), with the tokenizer."""
         if self.base.peft is None:
             self.model.save_pretrained(folder)
         else:
@@ -677,27 +645,18 @@ class Policy(Agent):
 
 
 class Critic(Agent):
-    """V(state before a token): its own adapter or copy of the starting model, and a linear head that starts
-    at 0."""
+    """V(the state before a token): an adapter or copy of its own, and a linear head that starts at 0."""
 
-    def __init__(self, base: Base, name: str, *, lora_rank: int, lora_alpha: float, seed: int, **adamw):
-        super().__init__(base, name, lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, **adamw)
-        unused = self.model.get_output_embeddings().weight
-        self.named = {
-            k: p
-            for k, p in self.named.items()
-            if p is not unused or p is self.model.get_input_embeddings().weight
-        }
-        self.head = nn.Linear(self.model.config.get_text_config().hidden_size, 1).to(base.device)
+    def __init__(self, base: Base, name: str, **settings):
+        self.head = nn.utils.skip_init(nn.Linear, base.config.hidden_size, 1, device=base.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.named |= {f"head.{k}": p for k, p in self.head.named_parameters()}
-        self._make_optimizer(adamw)
+        super().__init__(base, name, head=self.head, **settings)
 
     def values(self, batch: Batch) -> Tensor:
         """(B, T): at an action token's column the value of the state before it, 0 elsewhere."""
-        states, places = self._read(batch)
-        return self._place(self.head(states.float())[:, 0], places, batch)
+        states, places = self.base.states(self.activate(), batch)
+        return self._mine(put(self.head(states.float())[:, 0], places, batch))
 
 
 # --- warm start -----------------------------------------------------------------------------------
@@ -720,9 +679,10 @@ def warm_start(
     to 0. Rows are shuffled anew each time all were seen. Returns the loss of each update."""
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
     rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
-    rng, order = random.Random(seed), []
+    rng, order, dtype = random.Random(seed), [], base.model.dtype
+    base.fp32()
     parameters = list(base.model.requires_grad_(True).parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
     rise = max(1, round(warmup * updates))
     losses = []
     for update in range(updates):
@@ -734,11 +694,7 @@ def warm_start(
         chosen: list[Row] = [rows[order.pop()] for _ in range(rows_per_update)]
         count, total = sum(row.action_tokens for row in chosen), 0.0
         for batch in micro_batches(chosen, micro_batch_tokens, base.chat.pad_id, base.device):
-            with base.checkpointing():
-                hidden = base.read(base.model, batch)
-            at, columns = places = batch.action_mask.nonzero(as_tuple=True)
-            logits = base.logits(base.model, hidden[at, columns - 1])
-            loss = nn.functional.cross_entropy(logits, batch.input_ids[places], reduction="sum") / count
+            loss = -base.score(base.model, batch, temperature=1.0)[0].sum() / count
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -746,5 +702,6 @@ def warm_start(
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
         progress(update, total)
-    base.model.requires_grad_(False)
+    base.model.requires_grad_(False).to(dtype)
+    base.autocast, base.changed = False, True
     return losses

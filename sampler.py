@@ -45,28 +45,57 @@ class Sampler(Protocol):
         """Forget all that is cached."""
 
 
-class Cache:
-    """Keys and values (B, H, K, .) of every layer, in buffers that grow by doubling. What transformers asks
-    of a cache and no more."""
+HIDDEN = -1e9  # added to the attention score of a column that must not be seen
 
-    def __init__(self):
-        self.layers: list[list[Tensor]] = []  # [keys, values] of each layer
+
+class Cache:
+    """Keys and values (B, H, K, .) of every layer, in buffers with room for more. It has what transformers
+    asks of a cache and no more. Columns never written are 0, since a hidden NaN would still spoil a sum."""
+
+    def __init__(self, room: int = 0):
+        self.room = room  # columns to have ready beyond the first ones
         self.columns = 0  # filled
+        self.layers: list[list[Tensor]] = []  # [keys, values] of each layer
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         """Called by attention layer after layer: put in the new columns, get all."""
         end = self.columns + keys.shape[2]
         if layer == len(self.layers):
-            self.layers.append([x.new_empty(*x.shape[:2], 2 * end, x.shape[3]) for x in (keys, values)])
-        for i, new in enumerate((keys, values)):
-            buffer = self.layers[layer][i]
-            if buffer.shape[2] < end:
-                grown = buffer.new_empty(*buffer.shape[:2], 2 * end, buffer.shape[3])
-                grown[:, :, : self.columns] = buffer[:, :, : self.columns]
-                self.layers[layer][i] = buffer = grown
+            self.layers.append(
+                [x.new_zeros(*x.shape[:2], end + self.room, x.shape[3]) for x in (keys, values)]
+            )
+        self.grow(layer, end)
+        for buffer, new in zip(self.layers[layer], (keys, values), strict=True):
             buffer[:, :, self.columns : end] = new
         keys, values = self.layers[layer]
         return keys[:, :, :end], values[:, :, :end]
+
+    def grow(self, layer: int, end: int) -> None:
+        """Have room for `end` columns, by doubling."""
+        for i, buffer in enumerate(self.layers[layer]):
+            if buffer.shape[2] < end:
+                more = max(end, 2 * buffer.shape[2]) - buffer.shape[2]
+                self.layers[layer][i] = torch.nn.functional.pad(buffer, (0, 0, 0, more))
+
+    def take(self, rows: Tensor, columns: Tensor | None = None) -> Cache:
+        """A cache of these rows alone; with `columns` (rows, k) of these columns of each, in that order."""
+        taken = Cache(self.room)
+        taken.columns = self.columns if columns is None else columns.shape[1]
+        for pair in self.layers:
+            pair = [x[rows, :, : self.columns] for x in pair]
+            if columns is not None:
+                places = columns[:, None, :, None]
+                pair = [x.gather(2, places.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair]
+            taken.layers.append(pair)
+        return taken
+
+    def put_back(self, rows: Tensor, taken: Cache) -> None:
+        """Give these rows the columns that were added to `taken`, which is a cache of theirs."""
+        for layer, pair in enumerate(taken.layers):
+            self.grow(layer, taken.columns)
+            for buffer, source in zip(self.layers[layer], pair, strict=True):
+                buffer[rows, :, self.columns : taken.columns] = source[:, :, self.columns : taken.columns]
+        self.columns = taken.columns
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.columns
@@ -76,122 +105,154 @@ class Cache:
     def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
         return self.columns + queries, 0
 
-    def select(self, rows: Tensor) -> None:
-        self.layers = [[x[rows] for x in pair] for pair in self.layers]
-
 
 class KVSampler:
+    """Decodes with the policy's own model. The cache belongs to one policy at one version: whatever else
+    comes, it is dropped. Episodes that are not asked for any more leave it."""
+
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
         self._owner = None  # (policy, its version) the cache was computed with
-        self._cache, self._tokens, self._slots = Cache(), [], []  # the tokens cached for each row, its slot
-        self._real = None  # (B, K) bool: columns that hold one of the row's tokens
+        self._cache, self._real = Cache(), None  # (B, K) bool: the columns that hold one of the row's tokens
+        self._slots, self._tokens = [], []  # of each row
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def sample(self, policy, prompts, slots, rngs, temperature, max_tokens) -> list[Sample]:
         """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1."""
         model = policy.activate()
-        self._check(model.config, prompts, max_tokens, policy.max_length)
-        hidden = self._prefill(policy, prompts, slots)
-        B, device = len(prompts), policy.device
-        positions = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        check_lengths(model, prompts, max_tokens, policy.max_length)
+        if self._owner is None or self._owner[0] is not policy or self._owner[1] != policy.version:
+            self.reset()
+            self._owner = (policy, policy.version)
+        hidden = self._prefill(policy, prompts, slots, max_tokens)
+
+        count, device = len(prompts), hidden.device
         stop_ids = torch.tensor(policy.chat.stop_ids, device=device)
-        live = torch.ones(B, dtype=torch.bool, device=device)
-        tokens, logprobs, stops = [], [], []
+        tokens = torch.zeros(count, max_tokens, dtype=torch.long, device=device)
+        logprobs = torch.zeros(count, max_tokens, device=device)
+        lengths = torch.full((count,), max_tokens, device=device)
+        # The rows that are decoded. Those that are done ride along, hidden, until they are half
+        rows, live = torch.arange(count, device=device), torch.ones(count, dtype=torch.bool, device=device)
+        positions = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        cache, real, parents = self._cache, self._real, []
         for step in range(max_tokens):
-            token, logprob = self._draw(policy.logits(hidden), rngs, live, temperature)
-            tokens.append(token)
-            logprobs.append(logprob)
-            stops.append(~live)
-            live = live & ~torch.isin(token, stop_ids)
-            if step + 1 == max_tokens or not live.any():
+            drawing = [rngs[i] if on else None for i, on in zip(rows.tolist(), live.tolist(), strict=True)]
+            token, logprob = draw(policy.logits(hidden), drawing, temperature)
+            tokens[rows, step], logprobs[rows, step] = token, logprob
+            stopping = live & torch.isin(token, stop_ids)
+            lengths[rows[stopping]] = step + 1
+            live = live & ~stopping
+            going = int(live.sum())
+            if going == 0 or step + 1 == max_tokens:
                 break
-            self._real = torch.cat([self._real, live[:, None]], dim=1)
-            mask = torch.where(self._real, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[:, None, None]
-            hidden = policy.hidden(token[:, None], mask, positions[:, None], self._cache)[:, -1]
-            self._cache.columns += 1
-            positions += 1
-        tokens, logprobs = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
-        lengths = (~torch.stack(stops, 1)).sum(1).tolist()
+            if going <= len(rows) // 2:
+                keep = live.nonzero()[:, 0]
+                parents.append((cache, keep))
+                cache, live = cache.take(keep), live[keep]
+                rows, token, positions, real = (x[keep] for x in (rows, token, positions, real))
+            real = torch.cat([real, live[:, None]], dim=1)
+            mask = hide(real[:, None], model)
+            hidden = policy.hidden(token[:, None], mask, positions[:, None], cache)[:, -1]
+            cache.columns += 1
+            positions = positions + 1
+        for parent, keep in reversed(parents):
+            parent.put_back(keep, cache)
+            cache = parent
+
+        # The last token of a reply was sampled but never fed: it goes in with the next turn
+        fed = torch.arange(self._cache.columns - self._real.shape[1], device=device)
+        self._real = torch.cat([self._real, fed < lengths[:, None] - 1], dim=1)
         samples = [
             Sample(ids[:n], scores[:n], ids[n - 1] in policy.chat.stop_ids)
-            for ids, scores, n in zip(tokens, logprobs, lengths, strict=True)
+            for ids, scores, n in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
         ]
-        # The last token of a reply was sampled but never fed: it goes in with the next turn
-        self._tokens = [p + s.token_ids[:-1] for p, s in zip(prompts, samples, strict=True)]
         self._slots = list(slots)
+        self._tokens = [prompt + s.token_ids[:-1] for prompt, s in zip(prompts, samples, strict=True)]
         return samples
 
-    @staticmethod
-    def _check(config, prompts, max_tokens: int, max_length: int) -> None:
-        if not all(prompts):
-            raise ValueError("a prompt is empty")
-        longest = max(map(len, prompts)) + max_tokens
-        if longest > max_length:
-            raise ValueError(
-                f"a prompt with its reply may take {longest} tokens; the model reads {max_length}"
-            )
-
-    def _prefill(self, policy, prompts, slots) -> Tensor:
+    def _prefill(self, policy, prompts, slots, room: int) -> Tensor:
         """Run what is not cached yet; the hidden state at each prompt's end (B, D)."""
-        owner = (policy, policy.version)
-        if owner != self._owner:
-            self.reset()
-            self._owner = owner
-        device = policy.device
-        row_of = {slot: row for row, slot in enumerate(self._slots)}
-        rows = [row_of.get(slot) for slot in slots]
-        rows = [
-            row
-            if row is not None
-            and len(p) > len(self._tokens[row])
-            and p[: len(self._tokens[row])] == self._tokens[row]
-            else None
-            for row, p in zip(rows, prompts, strict=True)
-        ]
-        if not any(row is not None for row in rows):
-            self._cache = Cache()
-            known = [0] * len(prompts)
-            real = torch.zeros(len(prompts), 0, dtype=torch.bool, device=device)
-        else:
-            known = [0 if row is None else len(self._tokens[row]) for row in rows]
-            real = self._real
-            if rows != list(range(len(self._slots))):
-                chosen = torch.tensor([row or 0 for row in rows], device=device)
-                self._cache.select(chosen)
-                real = real[chosen] & torch.tensor([row is not None for row in rows], device=device)[:, None]
+        device, rows = policy.device, self._reusable(prompts, slots)
+        known = [0 if row is None else len(self._tokens[row]) for row in rows]
+        counts = torch.tensor(known, device=device)
+        slots_before, self._slots = self._slots, []  # until the call is through, nothing is reusable
+        if not any(known):
+            self._cache, self._real = Cache(room), torch.zeros(len(rows), 0, dtype=torch.bool, device=device)
+        elif rows != list(range(len(slots_before))) or self._cache.columns > 2 * max(known):
+            # Episodes left, or holes take more room than tokens: pack each row's tokens to the left
+            chosen = torch.tensor([row or 0 for row in rows], device=device)
+            order = self._real[chosen].int().argsort(dim=1, descending=True, stable=True)[:, : max(known)]
+            self._cache = self._cache.take(chosen, order)
+            self._real = torch.arange(max(known), device=device) < counts[:, None]
+
         new = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
         width = max(map(len, new))
-        ids = torch.tensor([x + [policy.chat.pad_id] * (width - len(x)) for x in new], device=device)
-        lengths = torch.tensor(list(map(len, new)), device=device)
+        ids = torch.tensor([part + [policy.chat.pad_id] * (width - len(part)) for part in new], device=device)
+        ends = torch.tensor(list(map(len, new)), device=device)
         columns = torch.arange(width, device=device)
-        self._real = torch.cat([real, columns < lengths[:, None]], dim=1)
-        if self._cache.columns == 0:
-            hidden = policy.hidden(ids, None, None, self._cache)
+        self._real = torch.cat([self._real, columns < ends[:, None]], dim=1)
+        if self._cache.columns == 0:  # padded on the right: causality alone keeps the padding out of sight
+            hidden = policy.hidden(ids, cache=self._cache)
         else:
-            dtype = policy.activate().dtype
             seen = torch.arange(self._real.shape[1], device=device) <= self._cache.columns + columns[:, None]
-            mask = torch.where(self._real[:, None] & seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
-            positions = torch.tensor(known, device=device)[:, None] + columns
+            mask = hide(self._real[:, None] & seen, policy.activate())
+            positions = counts[:, None] + torch.minimum(columns, ends[:, None] - 1)
             hidden = policy.hidden(ids, mask, positions, self._cache)
         self._cache.columns += width
-        return hidden[torch.arange(len(new), device=device), lengths - 1]
+        return hidden[torch.arange(len(new), device=device), ends - 1]
 
-    @staticmethod
-    def _draw(logits: Tensor, rngs, live: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """A token for each row, by inverting its cumulative distribution at a uniform number of its own
-        generator."""
-        logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-        if temperature == 0:
-            token = logits.argmax(-1)
-        else:
-            uniform = [rng.random() if alive else 0.5 for rng, alive in zip(rngs, live.tolist(), strict=True)]
-            uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
-            cumulative = logprobs.double().exp().cumsum(-1)
-            total = cumulative[:, -1:]
-            # the first token whose cumulative probability exceeds u * total < total: none of probability 0
-            height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-            token = torch.searchsorted(cumulative, height, right=True)[:, 0]
-        return token, logprobs.gather(-1, token[:, None])[:, 0]
+    def _reusable(self, prompts: list[list[int]], slots: list[int]) -> list[int | None]:
+        """For each prompt the cached row of its slot, if the prompt extends its tokens."""
+        row_of = {slot: row for row, slot in enumerate(self._slots)}
+        rows: list[int | None] = []
+        for prompt, slot in zip(prompts, slots, strict=True):
+            row = row_of.get(slot)
+            tokens = self._tokens[row] if row is not None else prompt
+            rows.append(row if len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens else None)
+        return rows
+
+
+def check_lengths(model, prompts: list[list[int]], max_tokens: int, max_length: int) -> None:
+    """Refuse what this sampler would get wrong: prompts without tokens, replies beyond what the model reads,
+    layers with a state instead of keys, or with a window that a reply may outgrow (the mask knows none)."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if kinds - {"full_attention", "sliding_attention", "chunked_attention"} or model._is_stateful:
+        raise ValueError(f"model type {config.model_type!r} has recurrent layers: it cannot be decoded here")
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}: a reply has at least one token")
+    limits = [max_length]
+    if kinds != {"full_attention"}:
+        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
+    limit, longest = min(filter(None, limits)), max(map(len, prompts))
+    if longest + max_tokens > limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens and a reply of up to {max_tokens} exceed the {limit} "
+            f"that model type {config.model_type!r} attends to"
+        )
+
+
+def hide(seen: Tensor, model) -> Tensor:
+    """The additive attention mask (B, 1, Q, K) of what each new token may see (B, Q, K)."""
+    return torch.where(seen, 0.0, HIDDEN).to(model.dtype)[:, None]
+
+
+def draw(logits: Tensor, rngs: list[random.Random | None], temperature: float) -> tuple[Tensor, Tensor]:
+    """A token for each row of logits (B, V), by inverting its cumulative distribution at a uniform number of
+    the row's own generator (None: a row that is done), and its log-prob (B,)."""
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        uniform = [0.0 if rng is None else rng.random() for rng in rngs]
+        uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
+        cumulative = logprobs.double().exp().cumsum(-1)
+        total = cumulative[:, -1:]
+        # The first token whose cumulative probability exceeds u * total < total: its own is not 0
+        height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+        token = torch.searchsorted(cumulative, height, right=True)[:, 0]
+    return token, logprobs.gather(-1, token[:, None])[:, 0]
