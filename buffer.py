@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,6 +21,7 @@ from statistics import fmean, pvariance
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 class StopReason(Enum):
@@ -142,9 +144,11 @@ class Row:
         assert len(per_step) == len(self.trajectory.steps), "one entry for each step of the whole episode"
         column = torch.zeros(len(self.input_ids))
         for index, start, end in self.spans:
-            value = torch.as_tensor(per_step[index], dtype=torch.float32)
-            assert value.shape in ((), (end - start,)), f"step {index}: {len(value)} for {end - start} tokens"
-            column[start:end] = value
+            values = per_step[index]
+            if isinstance(values, list):
+                assert len(values) == end - start, f"step {index}: {len(values)} values, {end - start} tokens"
+                values = torch.tensor(values)
+            column[start:end] = values
         return column
 
 
@@ -178,10 +182,8 @@ class Batch:
 
     def column(self, name: str) -> Tensor:
         """The rows' tensors of that name (old_logprobs, ...), padded with 0 to (B, T), on this device."""
-        out = torch.zeros(self.input_ids.shape)
-        for i, row in enumerate(self.rows):
-            out[i, : len(row.input_ids)] = getattr(row, name)
-        return out.to(self.input_ids.device)
+        columns = [getattr(row, name) for row in self.rows]
+        return pad_sequence(columns, batch_first=True).to(self.input_ids.device)
 
     def store(self, name: str, values: Tensor) -> None:
         """Give each row its part of `values` (B, T), as a float tensor on the CPU."""
@@ -191,15 +193,13 @@ class Batch:
 
 
 def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -> Batch:
-    width = max(len(row.input_ids) for row in rows)
-    input_ids = torch.full((len(rows), width), pad_id)
-    attention_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    action_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        input_ids[i, : len(row.input_ids)] = torch.tensor(row.input_ids)
-        attention_mask[i, : len(row.input_ids)] = True
-        for _, start, end in row.spans:
-            action_mask[i, start:end] = True
+    """The rows side by side, the shorter ones filled up with `pad_id` on the right."""
+    # frombuffer because torch.tensor(list) takes five times as long
+    ids = [torch.frombuffer(array("q", row.input_ids), dtype=torch.long) for row in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+    action_mask = pad_sequence([row.action_mask for row in rows], batch_first=True)
     return Batch(rows, input_ids.to(device), attention_mask.to(device), action_mask.to(device))
 
 
@@ -247,7 +247,7 @@ class ReplayBuffer:
 
     Outcomes are 0 or 1, so ties are the rule. They go to what was drawn least often, then to the seeded
     generator, never to the order of arrival. Drawing does not remove: of five successes every update gets all
-    five, of many each gets others. `capacity` counts episodes, whatever the unit; the last in rank leave first.
+    five, of many each gets others. `capacity` counts episodes, whatever the unit; the last in rank go first.
     """
 
     def __init__(

@@ -1,0 +1,424 @@
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import tensor
+
+from buffer import Group, ReplayBuffer, Row, Step, StopReason, Trajectory, micro_batches, pad_rows, rows_of
+
+NAN = float("nan")
+
+
+def step(prompt_ids=(1, 2), action_ids=(3,), observation="room", **more):
+    logprobs = [-0.5] * len(action_ids)
+    return Step(list(prompt_ids), list(action_ids), logprobs, observation, "look", True, **more)
+
+
+def episode(outcome=1.0, advantage=None, task="task", steps=None, stop=StopReason.FINISHED):
+    steps = [step(advantage=advantage)] if steps is None else steps
+    return Trajectory(task, "find the mug", "pick", steps, outcome, outcome == 1.0, stop)
+
+
+def group(*outcomes, task="task"):
+    return Group(task, [episode(outcome, task=task) for outcome in outcomes])
+
+
+def outcomes(trajectories):
+    return [trajectory.outcome for trajectory in trajectories]
+
+
+def tasks(trajectories):
+    return [trajectory.task_id for trajectory in trajectories]
+
+
+def distinct(trajectories):
+    return len({id(trajectory) for trajectory in trajectories})
+
+
+# Records
+
+
+def test_the_reward_is_whichever_is_read():
+    failed = episode(0.0, steps=[step(dense_score=9.0) for _ in range(3)])
+    assert failed.reward("outcome") == 0 and failed.reward("dense") == 27
+    won = episode(1.0, steps=[step(dense_score=score) for score in (0.25, -0.5, 0.125)])
+    assert won.step_rewards("outcome") == [0, 0, 1] and won.step_rewards("dense") == [0.25, -0.5, 0.125]
+    assert won.outcome == 1
+
+
+def test_a_reward_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="'swapped'.*'outcome' or 'dense'"):
+        episode().reward("swapped")
+    with pytest.raises(ValueError, match="step 1 of task task .* score it first"):
+        episode(steps=[step(dense_score=0.1), step()]).reward("dense")
+
+
+def test_crashed_empty_and_undefined_episodes_are_not_usable():
+    assert episode().usable and episode(0.0, stop=StopReason.STEP_LIMIT).usable
+    assert episode(0.0, stop=StopReason.TOKEN_LIMIT).usable
+    assert not episode(stop=StopReason.CRASHED).usable
+    assert not episode(NAN).usable and not episode(math.inf).usable and not episode(steps=[]).usable
+
+
+def test_a_repeated_state_is_an_observation_seen_before_in_the_episode():
+    assert episode(steps=[step(observation=text) for text in "abaac"]).repeated_states == 2
+
+
+@pytest.mark.parametrize("stop", StopReason)
+def test_a_trajectory_survives_json_unchanged(stop):
+    seen = step(
+        (5, 6),
+        (7, 8),
+        "a \u201cquoted\u201d\nroom",
+        truncated=True,
+        dense_score=0.1 + 0.2,
+        behavior_logprobs=[-1 / 3, -1e-300],
+        advantage=-2 / 3,
+    )
+    trajectory = episode(1 / 3, steps=[seen, step()], stop=stop)
+    again = Trajectory.from_dict(json.loads(json.dumps(trajectory.to_dict())))
+    assert again == trajectory and again.stop_reason is stop
+    assert again.steps[1].dense_score is None and isinstance(again.steps[0], Step)
+
+
+# Rows
+
+
+def three_turns(append_only):
+    """Three turns of ten action tokens (100.., 200.., 300..) with ten tokens of observation between them."""
+    steps, seen = [], [1, 2]
+    for turn in (1, 2, 3):
+        action = list(range(100 * turn, 100 * turn + 10))
+        steps.append(step(seen, action))
+        seen = seen + action + [9] * 10 if append_only else [1, 2, turn]
+    return episode(steps=steps)
+
+
+ACTIONS = [*range(100, 110), *range(200, 210), *range(300, 310)]
+
+
+@pytest.mark.parametrize(("append_only", "lengths"), [(True, [52]), (False, [12, 13, 13])])
+def test_the_action_mask_shows_exactly_the_sampled_tokens(append_only, lengths):
+    rows = rows_of(three_turns(append_only))
+    assert [len(row.input_ids) for row in rows] == lengths  # append-only: 2 + 10 + 10 + 10 + 10 + 10
+    batch = pad_rows(rows, pad_id=0)
+    assert batch.input_ids[batch.action_mask].tolist() == ACTIONS
+    assert sum(row.action_tokens for row in rows) == 30
+    assert [x for row in rows for x in tensor(row.input_ids)[row.action_mask].tolist()] == ACTIONS
+
+
+def test_a_turn_starts_a_new_row_when_its_prompt_does_not_extend_the_last():
+    steps = [
+        step([1], [10, 11]),
+        step([1, 10, 11, 2], [20]),
+        step([1, 2], [30]),
+        step([1, 2, 30, 4], [40, 41]),
+    ]
+    first, second = rows_of(episode(steps=steps))
+    assert first.input_ids == [1, 10, 11, 2, 20] and first.spans == [(0, 1, 3), (1, 4, 5)]
+    assert second.input_ids == [1, 2, 30, 4, 40, 41] and second.spans == [(2, 2, 3), (3, 4, 6)]
+    # One number for each step of the episode, or one for each action token
+    assert second.spread([0.1, 0.2, 3.0, 4.0]).tolist() == [0, 0, 3, 0, 4, 4]
+    assert first.spread([[1.0, 2.0], [3.0], [0.0], [0.0, 0.0]]).tolist() == [0, 1, 2, 0, 3]
+    for wrong in ([1.0, 2.0, 3.0], [[1.0], [3.0], [0.0], [0.0, 0.0]], [[1.0, 2.0, 3.0], 0.0, 0.0, 0.0]):
+        with pytest.raises(AssertionError):
+            first.spread(wrong)
+
+
+def test_making_rows_leaves_the_steps_alone():
+    trajectory, untouched = three_turns(True), three_turns(True)
+    rows_of(trajectory)[0].input_ids.append(77)
+    assert trajectory == untouched
+
+
+def test_rows_are_padded_on_the_right_and_columns_with_them():
+    rows = [Row(episode(), [5, 6, 7], [(0, 1, 2)]), Row(episode(), [8, 9], [(0, 1, 2)])]
+    batch = pad_rows(rows, pad_id=3)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
+    assert batch.attention_mask.tolist() == [[True, True, True], [True, True, False]]
+    assert batch.action_mask.tolist() == [[False, True, False], [False, True, False]]
+    batch.store("old_logprobs", tensor([[0.0, -1, 0], [0, -2, 99]], requires_grad=True))
+    assert rows[0].old_logprobs.tolist() == [0, -1, 0] and rows[1].old_logprobs.tolist() == [0, -2]
+    assert not rows[0].old_logprobs.requires_grad
+    assert batch.column("old_logprobs").tolist() == [[0, -1, 0], [0, -2, 0]]
+    for wrong in (torch.zeros(2, 1), torch.zeros(1, 3), torch.zeros(2, 4)):
+        with pytest.raises(AssertionError):
+            batch.store("old_logprobs", wrong)
+
+
+def test_micro_batches_hold_every_row_once_within_the_token_budget():
+    lengths = [3, 40, 7, 7, 1, 12, 5, 20, 2, 6]
+    rows = [Row(episode(), [i] * length, [(0, 0, length)]) for i, length in enumerate(lengths)]
+    batches = list(micro_batches(rows, 24, pad_id=99))
+    assert sorted(row.input_ids[0] for batch in batches for row in batch.rows) == list(range(10))
+    # 40 is over the budget and goes alone; then 20 | 12, 7 | 7, 6, 5 | 3, 2, 1
+    assert [list(batch.input_ids.shape) for batch in batches] == [[1, 40], [1, 20], [2, 12], [3, 7], [3, 3]]
+    assert sum(int(batch.action_mask.sum()) for batch in batches) == sum(lengths)
+    assert list(micro_batches([], 24, pad_id=99)) == []
+
+
+# The order of the replay buffer
+
+
+def test_equal_scores_never_compare_payloads():
+    buffer = ReplayBuffer()
+    buffer.add([Group("task", [episode(task={"a": tensor([1, 2])}) for _ in range(5)])])
+    assert distinct(buffer.sample(5)) == 5
+
+
+def test_the_highest_outcomes_come_first():
+    buffer = ReplayBuffer()
+    buffer.add([group(0.2, 1.0, 0.0), group(0.9, 0.5)])
+    assert outcomes(buffer.sample(4)) == [1.0, 0.9, 0.5, 0.2]
+
+
+def test_among_equal_outcomes_those_above_the_mean_of_their_group_come_first():
+    for seed in range(20):
+        buffer = ReplayBuffer(seed=seed)
+        easy = [episode(1.0, advantage, "easy") for advantage in (0.0, None, -1.0)]
+        buffer.add(
+            [Group("easy", easy), Group("hard", [episode(1.0, 2.0, "hard"), episode(0.0, -2.0, "hard")])]
+        )
+        for _ in range(3):  # and stay first, however often they were drawn
+            assert buffer.sample(1)[0].task_id == "hard"
+        assert outcomes(buffer.sample(5)) == [1, 1, 1, 1, 0]
+
+
+def test_the_advantage_of_an_episode_is_the_sum_over_its_steps():
+    up = episode(1.0, task="up", steps=[step(advantage=a) for a in (-1.0, 3.0, None)])
+    down = episode(1.0, task="down", steps=[step(advantage=a) for a in (1.0, -3.0)])
+    for seed in range(10):
+        buffer = ReplayBuffer(seed=seed)
+        buffer.add([Group("task", [down, up])])
+        assert tasks(buffer.sample(2)) == ["up", "down"]
+
+
+def test_many_successes_are_spread_over_the_updates():
+    buffer = ReplayBuffer()
+    buffer.add([group(1, 1, 1, 0, 1, 1, 1)])
+    draws = [buffer.sample(2) for _ in range(3)]
+    assert distinct([trajectory for draw in draws for trajectory in draw]) == 6
+    assert all(outcomes(draw) == [1, 1] for draw in draws)
+
+
+def test_few_successes_are_drawn_by_every_update():
+    buffer = ReplayBuffer()
+    buffer.add([group(*[1.0] * 5, *[0.0] * 11)])
+    failures = []
+    for _ in range(5):
+        draw = buffer.sample(6)
+        assert outcomes(draw) == [1, 1, 1, 1, 1, 0]
+        failures.append(draw[-1])
+    assert distinct(failures) == 5
+
+
+def test_ties_follow_the_seed_and_never_the_order_of_arrival():
+    def first(strategy, seed):
+        buffer = ReplayBuffer(strategy, seed=seed)
+        buffer.add([Group("task", [episode(1.0, task=str(i)) for i in range(4)])])
+        return tuple(tasks(buffer.sample(4)))
+
+    for strategy in ("reward", "variance", "random"):
+        orders = [first(strategy, seed) for seed in range(400)]
+        assert orders == [first(strategy, seed) for seed in range(400)]
+        assert len(set(orders)) == 24  # 4! orders
+        assert all(
+            70 < count < 130 for count in Counter(order[0] for order in orders).values()
+        )  # 100 +- 3.5 std
+
+
+def test_variance_draws_from_the_most_mixed_groups_first():
+    buffer = ReplayBuffer("variance")
+    buffer.add(
+        [group(1, 1, 1, 1, task="easy"), group(0, 1, 0, 1, task="mixed"), group(0, 0, 0, 1, task="hard")]
+    )
+    assert tasks(buffer.sample(12)) == ["mixed"] * 4 + ["hard"] * 4 + ["easy"] * 4
+
+
+def test_variance_is_that_of_the_whole_group_without_its_crashed_episodes():
+    buffer = ReplayBuffer("variance", capacity=2)
+    crashed = [episode(0.0, task="won", stop=StopReason.CRASHED), episode(NAN, task="won")]
+    buffer.add([Group("won", [episode(1.0, task="won"), *crashed])])
+    buffer.add([group(0, 0, 0, 0, 1, task="hard"), group(1, 0, task="even")])
+    assert buffer.rejected == 2
+    # variances 0, 0.16 and 0.25: the two of "even" stay, and 2/9 of a later group does not move them out
+    assert tasks(buffer.sample(9)) == ["even", "even"]
+    buffer.add([group(0, 1, 1, task="later")])
+    assert tasks(buffer.sample(9)) == ["even", "even"]
+
+
+def test_one_success_in_five_ties_with_one_failure_in_five():
+    buffer = ReplayBuffer("variance")  # both 0.16, to the last bit
+    buffer.add([group(1, 0, 0, 0, 0, task="one"), group(0, 1, 1, 1, 1, task="four")])
+    assert set(tasks(buffer.sample(5))) == {"one", "four"}
+
+
+def test_random_looks_at_no_outcome_and_no_earlier_draw():
+    successes, repeats = 0, 0
+    for seed in range(400):
+        buffer = ReplayBuffer("random", seed=seed)
+        buffer.add([group(0, 0, 0, 1)])
+        first, second = buffer.sample(1) + buffer.sample(1)
+        successes += first.outcome
+        repeats += first is second
+    assert 70 < successes < 130 and 70 < repeats < 130  # 100 +- 3.5 std
+
+
+# Units, capacity, age
+
+
+def test_a_sample_holds_distinct_episodes_and_fewer_if_there_are_fewer():
+    for strategy in ("reward", "variance", "random"):
+        buffer = ReplayBuffer(strategy)
+        assert buffer.sample(3) == []
+        buffer.add([group(1, 0, 1), group(0, 0)])
+        assert buffer.sample(0) == []
+        assert distinct(buffer.sample(4)) == 4
+        assert distinct(buffer.sample(99)) == 5 and len(buffer) == 5
+
+
+def test_whole_groups_of_distinct_episodes():
+    buffer = ReplayBuffer(unit="group", capacity=32)
+    buffer.add([group(1, *[0] * 7, task=str(i)) for i in range(4)])
+    draw = buffer.sample(16)
+    assert distinct(draw) == 16 and sorted(Counter(tasks(draw)).values()) == [8, 8]
+    assert set(tasks(buffer.sample(16))) | set(tasks(draw)) == set("0123")  # the other two groups
+    buffer.add([group(1, 1, *[0] * 6, task="better")])
+    assert len(buffer) == 32
+    assert set(tasks(buffer.sample(8))) == {"better"}
+
+
+def test_groups_without_spread_are_never_drawn_whole():
+    for strategy in ("reward", "variance", "random"):
+        buffer = ReplayBuffer(strategy, unit="group")
+        buffer.add([group(1, 1, task="won"), group(0, 1, task="mixed"), group(0, 0, task="lost")])
+        assert tasks(buffer.sample(6)) == ["mixed"] * 2 and len(buffer) == 6
+
+
+def test_as_many_whole_groups_as_fit_by_mean_outcome():
+    buffer = ReplayBuffer(unit="group")
+    buffer.add([group(0, 1, 0, 0, task="c"), group(1, 1, 0, task="a"), group(1, 0, task="b")])
+    assert tasks(buffer.sample(5)) == [*"aaabb"]
+    assert tasks(buffer.sample(8)) == [*"aaabb"]  # c would make 9
+    assert tasks(buffer.sample(2)) == [*"bb"]  # a would make 3
+    assert buffer.sample(1) == []
+
+
+def test_groups_by_variance():
+    buffer = ReplayBuffer("variance", unit="group")
+    buffer.add([group(1, 1, 1, 0, task="easy"), group(1, 0, 1, 0, task="mixed")])
+    assert tasks(buffer.sample(4)) == ["mixed"] * 4
+
+
+def test_a_capacity_evicts_the_lowest_first():
+    buffer = ReplayBuffer(capacity=3)
+    buffer.add([group(0, 1, 0, 1, 0.5)])
+    assert len(buffer) == 3 and outcomes(buffer.sample(5)) == [1, 1, 0.5]
+    buffer.add([group(0.25)])
+    assert outcomes(buffer.sample(5)) == [1, 1, 0.5]
+    buffer.add([group(0.75)])
+    assert outcomes(buffer.sample(5)) == [1, 1, 0.75]
+
+
+def test_among_equals_the_one_drawn_most_is_evicted():
+    buffer = ReplayBuffer(capacity=2)
+    buffer.add([group(1, 1, task="old")])
+    buffer.sample(1)
+    buffer.add([group(1, task="new")])
+    assert sorted(tasks(buffer.sample(2))) == ["new", "old"]
+
+
+def test_evicted_groups_are_whole_and_those_without_spread_go_first():
+    buffer = ReplayBuffer(unit="group", capacity=7)
+    buffer.add([group(1, 1, 1, task="won"), group(0, 0, 1, task="hard"), group(0, 1, 1, task="easy")])
+    assert len(buffer) == 6 and tasks(buffer.sample(6)) == ["easy"] * 3 + ["hard"] * 3
+
+
+def test_unusable_episodes_are_left_out_and_counted():
+    for unit in ("episode", "group"):
+        buffer = ReplayBuffer(unit=unit)
+        crashed = episode(1.0, stop=StopReason.CRASHED)
+        buffer.add(
+            [Group("task", [episode(1.0), crashed, episode(NAN), episode(0.0)]), Group("task", [crashed])]
+        )
+        assert buffer.rejected == 3 and len(buffer) == 2
+        assert outcomes(buffer.sample(4)) == [1, 0]
+
+
+def test_drop_oldest_keeps_the_newest_groups():
+    for unit in ("episode", "group"):
+        buffer = ReplayBuffer(unit=unit)
+        for task in "abcd":
+            buffer.add([group(1, 0, task=task)])
+        buffer.drop_oldest(9)
+        assert len(buffer) == 8
+        buffer.drop_oldest(2)
+        assert set(tasks(buffer.sample(9))) == {"c", "d"} and len(buffer) == 4
+        buffer.add([group(1, 0, task="e")])
+        buffer.drop_oldest(2)
+        assert set(tasks(buffer.sample(9))) == {"d", "e"}
+        buffer.drop_oldest(0)
+        assert len(buffer) == 0
+
+
+def test_clear_empties_the_buffer():
+    buffer = ReplayBuffer()
+    buffer.add([group(1, 0)])
+    buffer.clear()
+    assert len(buffer) == 0 and buffer.sample(2) == []
+    buffer.add([group(0.5)])
+    assert outcomes(buffer.sample(2)) == [0.5]
+
+
+def test_three_tasks_are_stored_as_they_were_played():
+    """All lost, mixed, all won: 12 episodes, each with its own tokens, none standing in for another."""
+    groups = []
+    for task, results in enumerate([[0, 0, 0, 0], [0, 1, 0, 1], [1, 1, 1, 1]]):
+        steps = [[step(action_ids=[10 * task + i])] for i in range(4)]
+        groups.append(
+            Group(str(task), [episode(r, 0.0, str(task), s) for r, s in zip(results, steps, strict=True)])
+        )
+    buffer = ReplayBuffer()
+    buffer.add(groups)
+    drawn = [(t.task_id, t.steps[0].action_ids[0], t.outcome) for t in buffer.sample(12)]
+    assert sorted(drawn) == [
+        *[("0", i, 0) for i in range(4)],
+        *[("1", 10, 0), ("1", 11, 1), ("1", 12, 0), ("1", 13, 1)],
+        *[("2", 20 + i, 1) for i in range(4)],
+    ]
+
+
+@pytest.mark.parametrize("unit", ["episode", "group"])
+@pytest.mark.parametrize("strategy", ["reward", "variance", "random"])
+def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
+    buffer = ReplayBuffer(strategy, unit, capacity=20, seed=3)
+    for i in range(6):
+        buffer.add([group(1, 0, 1, 0, task=str(i)), Group("", [episode(NAN)])])
+        buffer.sample(4)
+    again = ReplayBuffer(strategy, unit, capacity=20, seed=99)
+    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert again.rejected == 6 and len(again) == len(buffer) == 20
+    for i in range(6):
+        assert again.sample(4) == buffer.sample(4)
+        for each in (buffer, again):
+            each.add([group(1, 0, 0, 1, task=f"later {i}")])
+            each.drop_oldest(4)
+        assert again.sample(9) == buffer.sample(9)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: ReplayBuffer("best"), "'best'.*'reward', 'variance' or 'random'"),
+        (lambda: ReplayBuffer(unit="step"), "'step'.*'episode' or 'group'"),
+        (lambda: ReplayBuffer(capacity=0), "capacity 0 .* 1 or more, or None"),
+        (lambda: ReplayBuffer().sample(-1), "-1 episodes .* 0 or more"),
+        (lambda: ReplayBuffer().drop_oldest(-2), "-2 groups .* 0 or more"),
+        (lambda: ReplayBuffer(unit="group", capacity=3).add([group(1, 0, 0, 0)]), "capacity 3 .* group of 4"),
+    ],
+)
+def test_bad_arguments_are_named_with_their_remedy(use, message):
+    with pytest.raises(ValueError, match=message):
+        use()
