@@ -1,0 +1,402 @@
+"""A run's flags: what they are, what they are by default, and which cannot be.
+
+`prepare(argv)` reads, completes and checks them before a model is loaded or a folder is made. What is wrong
+is a `UsageError` that names the flag, its value and the remedy. Algorithm 1's own flags are in rspo.Config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import checkpoint
+import rspo
+from envs import Env, make_env
+
+
+class UsageError(Exception):
+    """The flags ask for what cannot be. The message is `--flag value: why; remedy`."""
+
+
+@dataclass(frozen=True)
+class Args(rspo.Config):
+    """A run's flags. What is None by default depends on the model or the environment: see `resolve`."""
+
+    # who acts, and where
+    env: str = "household"
+    """Environment."""
+    model: str = "tiny"
+    """Starting model: folder or hub id of a causal LM with a chat template, or tiny: made here, offline."""
+    style: Literal["think", "short"] | None = None
+    """Prompts: think (reasoning, admissible actions listed) or short (a bare action). tiny: short."""
+    tiny_width: int = 64
+    """Width of the tiny model."""
+    tiny_layers: int = 2
+    """Its layers."""
+    tiny_heads: int = 4
+    """Its attention heads."""
+    lora_rank: int | None = None
+    """Rank of the LoRA adapters; 0 trains the full weights. tiny: 0, else 64."""
+    lora_alpha: float | None = None
+    """The adapters' scale is lora_alpha / lora_rank. Default: lora_rank."""
+    learning_rate: float | None = None
+    """AdamW, constant. tiny: 4e-4, LoRA: 3e-6, full weights: 1e-6."""
+    critic_learning_rate: float | None = None
+    """PPO's critics. tiny: 1e-3, else 1e-5."""
+    weight_decay: float = 0.01
+    """AdamW."""
+    adam_beta1: float = 0.9
+    """AdamW."""
+    adam_beta2: float | None = None
+    """AdamW. tiny: 0.99, else 0.999."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the starting model's weights. tiny: float32, else bfloat16."""
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    gradient_checkpointing: bool = False
+    """Save memory in the backward pass for about a third more time."""
+
+    # episodes
+    context: Literal["window", "full"] = "window"
+    """window: a fresh prompt per turn, with the last turns as text; full: one chat that only grows."""
+    history: int = 2
+    """Past turns that a window prompt shows."""
+    max_turns: int | None = None
+    """Turns per episode. Default: the environment's."""
+    max_prompt_tokens: int | None = None
+    """A longer prompt loses its oldest history. tiny: 256 (full context: 1024), else 2048 (full: 8192)."""
+    max_new_tokens: int | None = None
+    """Tokens per reply. tiny: 16, else 512."""
+    temperature: float = 1.0
+    """Sampling temperature in training; log-probs are taken at it too."""
+    parallel_episodes: int = 128
+    """Episodes alive at once; a matter of memory."""
+
+    # evaluation
+    eval_games: int = 300
+    """Held-out games of the panel; each is played once at the start, at the end and between."""
+    eval_every: int = 15
+    """Updates of A between panels; they are played at the end of a loop."""
+    eval_temperature: float = 0.4
+    """Sampling temperature of the panel; 0 is greedy."""
+
+    # warm start
+    warm_start: int | None = None
+    """Supervised updates on demonstrations, for a model that cannot act yet; 0: none. tiny: 450, else 0."""
+    warm_start_episodes: int = 3000
+    """Demonstrations: training games by an expert that searches, mixed with random admissible actions."""
+    expert_share: float = 0.35
+    """Share of the expert's actions in the demonstrations; the rest are random."""
+    warm_start_rows: int = 256
+    """Rows per supervised update."""
+    warm_start_lr: float = 2e-3
+    """Peak learning rate of the warm start."""
+
+    # step reward model
+    reward_model: str | None = None
+    """Folder of a fitted step reward model. Default: fit one, for the methods that read dense rewards."""
+    reward_model_backbone: str | None = None
+    """Folder or hub id of the model it is made of. Default: the starting model."""
+    reward_model_source: Literal["expert", "policy"] | None = None
+    """Who plays the episodes it is fitted on. Default: the noisy expert if there is one, else the policy."""
+    reward_model_episodes: int = 4000
+    """Episodes it is fitted on; a tenth of them is held out for the report on its fit."""
+    reward_model_expert_share: float = 0.35
+    """Share of the expert's actions in these episodes."""
+    reward_model_epochs: int = 4
+    """Passes over these episodes."""
+    reward_model_lr: float | None = None
+    """Peak learning rate of its fit. tiny: 1e-3, else 1e-5."""
+
+    # the run
+    out: str | None = None
+    """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>."""
+    config: str | None = None
+    """Take the flags of this config.json; flags given beside it win."""
+    resume: bool = False
+    """Continue the run in --out from its newest checkpoint; with a larger --total_steps, for longer."""
+    resume_from: str | None = None
+    """With --resume: the checkpoint to go on from, for example step_000012; later ones are removed."""
+    eval_only: bool = False
+    """Only play the panel: with the policy of the run in --out or, without --out, with --model as it is."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints to keep."""
+    threads: int = min(2, os.cpu_count() or 1)
+    """CPU threads of torch. Another number may round differently."""
+    tensorboard: bool = False
+    """Write <out>/tensorboard too."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project too."""
+
+    def __post_init__(self):
+        own = {field.name for field in dataclasses.fields(Args)}
+        own -= {field.name for field in dataclasses.fields(rspo.Config)}
+        for name, value in vars(self).items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            why = None
+            if number and not math.isfinite(value):
+                why = "must be a finite number"
+            elif name in BOUNDS and number:
+                low, high = BOUNDS[name]
+                if not low <= value <= high:
+                    why = f"must lie between {low} and {high}" if high < math.inf else "must not be negative"
+            elif name in own and number and value <= 0:
+                why = "must be above 0"
+            elif value == "":
+                why = "is empty; give a value or leave the flag out"
+            if why:
+                refuse(self, name, why)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+BOUNDS = {  # of the numbers above that may be 0
+    **dict.fromkeys(
+        ("lora_rank", "weight_decay", "history", "eval_temperature", "warm_start"), (0, math.inf)
+    ),
+    **dict.fromkeys(("expert_share", "reward_model_expert_share"), (0, 1)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 0.9999)),
+}
+OF_THE_CALL = ("out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
+WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
+    *("total_steps", "eval_every", "threads", "device", "parallel_episodes", "micro_batch_tokens"),
+    *("gradient_checkpointing", "keep_checkpoints", "tensorboard", "wandb_project"),
+)
+WHEN_EVALUATED = ("eval_games", "eval_temperature", "threads", "device", "parallel_episodes")
+AUTO = [f.name for f in dataclasses.fields(Args) if f.default is None and f.name not in OF_THE_CALL]
+
+
+def refuse(args: Args, name: str, why: str):
+    raise UsageError(f"--{name} {getattr(args, name)}: {why}")
+
+
+def resolve(args: Args, env: Env) -> Args:
+    """Give every value that was left None, by model and environment. The only place of these defaults."""
+    tiny, full = args.model == "tiny", args.context == "full"
+    rank = args.lora_rank if args.lora_rank is not None else 0 if tiny else 64
+    defaults = {
+        "style": "short" if tiny else "think",
+        "lora_rank": rank,
+        "lora_alpha": float(rank or 64),
+        "learning_rate": 4e-4 if tiny else 3e-6 if rank else 1e-6,
+        "critic_learning_rate": 1e-3 if tiny else 1e-5,
+        "adam_beta2": 0.99 if tiny else 0.999,
+        "dtype": "float32" if tiny else "bfloat16",
+        "max_turns": env.step_limit,
+        "max_prompt_tokens": (1024 if full else 256) if tiny else (8192 if full else 2048),
+        "max_new_tokens": 16 if tiny else 512,
+        "warm_start": 450 if tiny else 0,
+        "reward_model_source": "expert" if has_expert(env) else "policy",
+        "reward_model_lr": 1e-3 if tiny else 1e-5,
+    }
+    return dataclasses.replace(args, **{k: v for k, v in defaults.items() if getattr(args, k) is None})
+
+
+def unresolved(args: Args) -> Args:
+    """Undo `resolve`, so that another --model or --env beside --config takes its own defaults."""
+    blank = dataclasses.replace(args, **dict.fromkeys(AUTO))
+    defaults = resolve(blank, environment(args.env))
+    same = [name for name in AUTO if getattr(args, name) == getattr(defaults, name)]
+    return dataclasses.replace(args, **dict.fromkeys(same))
+
+
+def environment(name: str) -> Env:
+    try:
+        return make_env(name)
+    except ValueError as error:
+        raise UsageError(f"--env {name}: {error}") from None
+
+
+def has_expert(env: Env) -> bool:
+    return callable(getattr(env, "searching_expert", None))
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def prepare(argv: list[str]) -> tuple[Args, Path | None]:
+    """The complete flags, and the checkpoint that the run goes on from, if it does. Raises UsageError."""
+    args = parse(argv)
+    env = environment(args.env)
+    args = resolve(args, env)
+    check(args, env)
+    if not args.out or not (args.resume or args.eval_only):
+        return args, None
+    path = choose_checkpoint(args)
+    if args.eval_only and path is None:
+        raise UsageError(
+            f"--eval_only --out {args.out}: has no checkpoint yet; train it first, with --resume"
+        )
+    if args.resume and path and args.total_steps < (done := checkpoint.step_of(path)):
+        refuse(args, "total_steps", f"{path.name} has had {done} updates; give {done} or more")
+    return args, path
+
+
+def parse(argv: list[str]) -> Args:
+    """The flags, on top of those of the run that goes on or is evaluated, or of --config."""
+    import tyro
+
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("out", "config"):
+        peek.add_argument(f"--{name}")
+    peek.add_argument("--resume", action="store_true")
+    peek.add_argument("--eval_only", "--eval-only", action="store_true")
+    known, _ = peek.parse_known_args(argv)
+    saved = saved_run(known) if known.resume or (known.eval_only and known.out) else None
+    if saved:
+        default = saved
+    elif known.config:
+        default = unresolved(load_config(Path(known.config), "config"))
+    else:
+        default = Args()
+    about = (
+        "RSPO: Reward-Swap Policy Optimization. Trains agent A; see README.md for what a run leaves behind."
+    )
+    args = tyro.cli(
+        Args, prog="train.py", description=about, args=argv, default=default, use_underscores=True
+    )
+    if args.resume_from and not args.resume:
+        refuse(args, "resume_from", "goes with --resume; add it")
+    for name, value in vars(args).items() if saved else ():
+        free = (*OF_THE_CALL, *(WHEN_RESUMED if args.resume else WHEN_EVALUATED))
+        if name not in free and value != getattr(saved, name):
+            was, other = getattr(saved, name), f"--config {args.out}/config.json"
+            refuse(
+                args, name, f"the run in {args.out} has {was}; leave it out, or start another with {other}"
+            )
+    return args
+
+
+def saved_run(known: argparse.Namespace) -> Args:
+    """The flags of the run in --out, which --resume or --eval_only asks for."""
+    flag = "--resume" if known.resume else "--eval_only"
+    if known.resume and known.eval_only:
+        raise UsageError("--eval_only with --resume: one evaluates, the other trains; leave one out")
+    if not known.out:
+        raise UsageError("--resume: of which run? give its folder with --out")
+    if known.config:
+        raise UsageError(f"--config {known.config} with {flag}: the run's own config is used; leave it out")
+    path = Path(known.out) / "config.json"
+    if not path.is_file():
+        why = "the folder holds no run (no config.json); check its name, or start a run without"
+        raise UsageError(f"--out {known.out}: {why} {flag}")
+    return load_config(path, "out")
+
+
+def load_config(path: Path, flag: str) -> Args:
+    names = {field.name for field in dataclasses.fields(Args)} - set(OF_THE_CALL)
+    try:
+        values = json.loads(path.read_text())
+        if unknown := ", ".join(sorted(values.keys() - names)):
+            raise UsageError(f"--{flag} {path}: holds what is no flag ({unknown}); remove it")
+        return Args(**values)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UsageError(f"--{flag} {path}: is no config.json of a run ({error}); give another") from None
+
+
+def config_text(args: Args) -> str:
+    """config.json: every flag's value."""
+    values = {name: value for name, value in vars(args).items() if name not in OF_THE_CALL}
+    return json.dumps(values, indent=2) + "\n"
+
+
+# --- checking -----------------------------------------------------------------------------------------------
+
+
+def check(args: Args, env: Env) -> None:
+    """What the values alone do not show: folders, packages, sizes. Loads no model, makes nothing."""
+    from policy import check_model
+
+    for name in ("model", "reward_model_backbone"):
+        model = getattr(args, name)
+        if model not in (None, "tiny"):
+            try:
+                check_model(model)
+            except ValueError as error:
+                refuse(args, name, str(error).removeprefix(f"--model {model}: "))
+    if args.reward_model_backbone == "tiny":
+        refuse(args, "reward_model_backbone", "is no folder or hub id; leave it out for the starting model")
+    if args.reward_model and not (Path(args.reward_model) / "reward_model.json").is_file():
+        refuse(args, "reward_model", "holds no step reward model; leave it out to fit one")
+    if args.model == "tiny" and env.vocabulary is None:
+        refuse(
+            args, "model", f"the words of --env {args.env} are not known beforehand; give a language model"
+        )
+    if args.model == "tiny" and args.tiny_width % (2 * args.tiny_heads):
+        refuse(args, "tiny_width", f"must be a multiple of twice --tiny_heads {args.tiny_heads}")
+    if args.eval_only and not args.out and args.model == "tiny":
+        raise UsageError("--eval_only: the tiny model is made by a run; give a run with --out, or a --model")
+    if not has_expert(env) and not args.eval_only:
+        if args.warm_start:
+            refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
+        if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
+            refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
+    if args.eval_games > env.size("eval"):
+        refuse(
+            args, "eval_games", f"--env {args.env} has {env.size('eval')} held-out games; give at most that"
+        )
+    check_device(args)
+    wanted = {"matplotlib": True, "tensorboard": args.tensorboard, "wandb": args.wandb_project is not None}
+    flag = {"tensorboard": "--tensorboard: ", "wandb": f"--wandb_project {args.wandb_project}: "}
+    for package in wanted:
+        if wanted[package] and not find_spec(package):
+            why = f"the package {package} is not installed; pip install {package}"
+            raise UsageError(flag.get(package, "") + why)
+    if args.out and not args.resume:
+        check_new_folder(args)
+
+
+def check_device(args: Args) -> None:
+    if args.device == "auto":
+        return
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError:
+        refuse(args, "device", "is none that torch knows; give auto, cpu, cuda or cuda:1")
+    if kind == "cuda" and not torch.cuda.is_available():
+        refuse(args, "device", "torch finds no GPU here; leave it out, or give cpu")
+
+
+def check_new_folder(args: Args) -> None:
+    """--out may be absent or empty; what an earlier start left before it had a config.json does not count."""
+    out = Path(args.out)
+    if args.eval_only or not out.exists():
+        return
+    if not out.is_dir():
+        refuse(args, "out", "is a file; give a folder")
+    if (out / "config.json").exists():
+        refuse(args, "out", "already holds a run; add --resume to continue it, or give another folder")
+    if any(
+        not path.name.startswith((checkpoint.ASIDE, checkpoint.LOCK, "run.json")) for path in out.iterdir()
+    ):
+        refuse(args, "out", "is not empty; give a new folder")
+
+
+def choose_checkpoint(args: Args) -> Path | None:
+    """The checkpoint to go on from, found whole; None if the run was stopped before its first."""
+    paths = checkpoint.listed(Path(args.out))
+    chosen = paths[-1] if paths else None
+    if args.resume_from:
+        chosen = next((path for path in paths if path.name == args.resume_from), None)
+        if chosen is None:
+            there = ", ".join(path.name for path in paths) or "none"
+            refuse(args, "resume_from", f"is no checkpoint of {args.out}; there are: {there}")
+    damage = chosen and checkpoint.damage(chosen)
+    if not damage:
+        return chosen
+    whole = [path.name for path in paths[: paths.index(chosen)] if not checkpoint.damage(path)]
+    remedy = "no whole one is left before it: start a new run"
+    if whole:
+        remedy = f"--resume --resume_from {whole[-1]} continues from the one before it"
+    raise UsageError(f"--out {args.out}: {damage}; {remedy}")

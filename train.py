@@ -1,0 +1,508 @@
+"""`python train.py`: run folder, warm start, evaluation, log, checkpoints around rspo.train. Flags: flags.py.
+
+A run, in order: the flags are checked; the starting model is loaded, and warm-started if it cannot act yet;
+the step reward model is fitted; the held-out panel is played; Algorithm 1 runs, with a checkpoint at the end
+of every loop; the panel is played again. Nothing a reader of the paper needs is in here.
+
+The run folder holds config.json (every flag's value), run.json (how and where it ran), metrics.jsonl and
+transcripts.jsonl (see report.py), start/ (the starting model, if it was made here), reward_model/,
+checkpoints/, policy/ (the trained A, for transformers or peft), curves.png and summary.json. `--resume`
+continues a run exactly: after Ctrl-C, after a kill, or to train for longer.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import dataclasses
+import errno
+import functools
+import json
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import report
+import rspo
+from buffer import Group, ReplayBuffer, Trajectory
+from envs import make_env
+from flags import Args, UsageError, config_text, prepare
+from rollout import Dialogue, World
+
+# --- the pieces of a run ------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """A line for people, that leaves the progress bar whole."""
+    tqdm.write(text)
+
+
+def bar(total: int, what: str, **more) -> tqdm:
+    """A progress bar; where nobody watches, a line now and then."""
+    pause = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, desc=what, unit="update", dynamic_ncols=True, mininterval=pause, **more)
+
+
+def load_start(args: Args, folder: Path | None):
+    """The starting model: the run's own start/ if it was made already, else --model. Raises UsageError."""
+    from policy import load_base
+
+    start = folder / "start" if folder else None
+    made = start is not None and start.is_dir()
+    try:
+        base = load_base(
+            str(start.resolve()) if made else args.model,
+            vocabulary=make_env(args.env).vocabulary,
+            d_model=args.tiny_width,
+            layers=args.tiny_layers,
+            heads=args.tiny_heads,
+            intermediate=4 * args.tiny_width,
+            max_length=args.max_prompt_tokens + args.max_new_tokens,
+            seed=args.seed,
+            dtype=args.dtype,
+            device=args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
+            gradient_checkpointing=args.gradient_checkpointing,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if args.max_prompt_tokens + args.max_new_tokens > base.max_length:
+        both = f"--max_prompt_tokens {args.max_prompt_tokens} with --max_new_tokens {args.max_new_tokens}"
+        raise UsageError(f"{both}: the model reads {base.max_length} tokens; lower one of them")
+    return base
+
+
+def make_world(args: Args, chat, seed: int | str) -> World:
+    from sampler import KVSampler
+
+    dialogue = Dialogue(
+        chat, args.style, args.context, args.history, args.max_prompt_tokens, args.max_new_tokens
+    )
+    return World(
+        functools.partial(make_env, args.env),
+        KVSampler(),
+        dialogue,
+        group_size=args.episodes_per_task,
+        step_limit=args.max_turns,
+        temperature=args.temperature,
+        parallel=args.parallel_episodes,
+        seed=seed,
+    )
+
+
+def warm_started(args: Args, folder: Path, base, world: World):
+    """The starting model, taught to act if --warm_start asks for it; saved in start/ if it was made here."""
+    from policy import warm_start
+
+    if (folder / "start").is_dir():
+        return base
+    if args.warm_start:
+        who = "the tiny model" if args.model == "tiny" else args.model
+        say(
+            f"warm start: {who} cannot act yet: {args.warm_start} supervised updates on "
+            f"{args.warm_start_episodes:,} demonstrations of a noisy expert (one that searches chooses "
+            f"{args.expert_share:.0%} of the actions, chance the rest). This is not part of RSPO"
+        )
+        demonstrations = world.demonstrations(args.warm_start_episodes, args.expert_share)
+        solved = sum(episode.success for episode in demonstrations) / len(demonstrations)
+        with bar(args.warm_start, "warm start", leave=False) as progress:
+
+            def show(update: int, loss: float) -> None:
+                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                progress.update()
+
+            losses = warm_start(
+                base,
+                demonstrations,
+                updates=args.warm_start,
+                rows_per_update=args.warm_start_rows,
+                learning_rate=args.warm_start_lr,
+                seed=args.seed,
+                micro_batch_tokens=args.micro_batch_tokens,
+                progress=show,
+            )
+        say(f"warm start: done, loss {losses[-1]:.3f}; {solved:.1%} of its demonstrations solved their task")
+    if not base.changed:
+        return base
+    checkpoint.write_folder(folder / "start", base.save)
+    return load_start(args, folder)  # as a resumed run will
+
+
+def make_policy(args: Args, base):
+    from policy import Policy
+
+    return Policy(
+        base,
+        lora_rank=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        learning_rate=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        weight_decay=args.weight_decay,
+        critic_learning_rate=args.critic_learning_rate if args.algo == "ppo" else None,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
+
+
+def step_rewards(args: Args, folder: Path, base, policy, world: World):
+    """The step reward model: the one given, the one this run has fitted before, or a new one."""
+    from reward_model import StepRewardModel
+
+    about = {"dtype": getattr(torch, args.dtype), "micro_batch_tokens": args.micro_batch_tokens}
+    made = Path(args.reward_model) if args.reward_model else folder / "reward_model"
+    if not made.is_dir():
+        count = f"step reward model: {args.reward_model_episodes:,} episodes of the"
+        if args.reward_model_source == "expert":
+            share = args.reward_model_expert_share
+            say(f"{count} noisy expert (it chooses {share:.0%} of the actions, chance the rest)")
+            episodes = world.demonstrations(args.reward_model_episodes, share)
+        else:
+            say(f"{count} starting policy")
+            alone = dataclasses.replace(args, method="outcome", algo="ppo")  # every episode another task
+            apart = make_world(alone, base.chat, f"{args.seed} step reward model")
+            episodes = [group.trajectories[0] for group in apart.collect(policy, args.reward_model_episodes)]
+        if args.reward_model_backbone:
+            model = StepRewardModel.from_pretrained(
+                args.reward_model_backbone, seed=args.seed, device=base.device, **about
+            )
+        else:
+            model = StepRewardModel.from_base(base, seed=args.seed, **about)
+        fit_step_rewards(args, model, episodes)
+        checkpoint.write_folder(made, model.save)
+    try:
+        model = StepRewardModel.load(made, base.chat, device=base.device, **about)  # as a resumed run will
+    except ValueError as error:
+        raise UsageError(f"--reward_model {made}: {error}") from None
+    fit = {key: "n/a" if value is None else value for key, value in model.report.items()}
+    say(
+        "step reward model: on {held_out_episodes:,} held-out episodes ({held_out_successes} solved) AUC "
+        "{auc:.3}, correlation {correlation:.3}, MSE {mse:.3} (of the mean: {mse_of_mean:.3})".format(**fit)
+    )
+    return model
+
+
+def fit_step_rewards(args: Args, model, episodes: list[Trajectory]) -> None:
+    with bar(0, "step reward model", leave=False) as progress, warnings.catch_warnings(record=True) as caught:
+
+        def show(done: int, total: int, loss: float) -> None:
+            progress.total = total
+            progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            progress.update()
+
+        about = {"epochs": args.reward_model_epochs, "learning_rate": args.reward_model_lr, "seed": args.seed}
+        model.fit(episodes, progress=show, **about)
+    for warning in caught:
+        say(f"warning: {warning.message}")
+
+
+class Recorder:
+    """Between rspo.train and what it calls: times, logs and shows it, evaluates A, saves checkpoints."""
+
+    def __init__(
+        self, args: Args, folder: Path, policy, world: World, dense_reward, log: report.Log, started: float
+    ):
+        self.args, self.folder, self.policy, self.world = args, folder, policy, world
+        self.dense_reward, self.log, self.started = dense_reward, log, started
+        self.bar: tqdm | None = None
+        self.phases: dict[str, float] = defaultdict(float)
+        self.groups: list[Group] = []
+        self.told: set[tuple] = set()  # (agent, loop) that have a transcript
+
+    def timed(self, phase: str, call: Callable):
+        started = time.perf_counter()
+        result = call()
+        self.phases[f"seconds_{phase}"] += time.perf_counter() - started
+        return result
+
+    def collect(self, agent, tasks: int) -> list[Group]:
+        self.groups = self.timed("rollout", lambda: self.world.collect(agent, tasks))
+        return self.groups
+
+    def score(self, groups: list[Group], **noise) -> None:
+        self.timed("score", lambda: self.dense_reward.score(groups, **noise))
+
+    def write(self, agent: str, update: int, loop: int, values: dict) -> dict:
+        line = {"agent": agent, "update": update, "loop": loop}
+        if agent == "explorer":
+            line["explorer_update"] = len(self.log.of("explorer")) + 1
+        line |= {"environment_episodes": self.world.episodes, "environment_turns": self.world.turns}
+        line |= {**values, **self.phases, "seconds_elapsed": time.perf_counter() - self.started}
+        self.phases.clear()
+        self.log.write(line)
+        return line
+
+    def log_update(self, agent: str, metrics: dict, step: int) -> None:
+        """rspo.train's `log`."""
+        loop = (step - (agent == "policy")) // self.args.k + 1
+        line = self.write(agent, step, loop, metrics)
+        if (agent, loop) not in self.told:
+            self.told.add((agent, loop))
+            episodes = [member for group in self.groups for member in group.trajectories]
+            self.transcribe(report.telling(episodes), agent, step)
+        if line.get("crashed_episodes"):
+            say(f"update {step}: {line['crashed_episodes']} episodes of {agent} crashed and were left out")
+        if agent == "policy":
+            if self.args.off_policy_episodes and not line["replayed_episodes"]:
+                say(f"update {step}: the replay buffer is empty, so alpha is 0 for this update")
+            self.show(line)
+
+    def show(self, line: dict) -> None:
+        dense = [past["dense_reward"] for past in self.log.lines if "dense_reward" in past]
+        shown = {"success": line["success"], "reward": dense[-1] if dense else line["outcome"]}
+        shown |= {"KL": line.get("kl_on", 0.0), "clip": line["clip_fraction_on"]}
+        self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
+        self.bar.update()
+
+    def transcribe(self, episodes: list[Trajectory], agent: str, step: int) -> None:
+        for episode in episodes:
+            self.log.write_transcript(
+                report.transcript(episode, self.policy.chat.decode, update=step, agent=agent)
+            )
+
+    def evaluate(self, step: int) -> dict:
+        """Play the panel and log it."""
+        games, temperature = self.args.eval_games, self.args.eval_temperature
+        played = self.timed("eval", lambda: self.world.evaluate(self.policy, games, temperature))
+        by_type = {episode.task_type: episode for episode in reversed(played)}
+        self.transcribe(list(by_type.values()), "evaluation", step)
+        panel = report.panel(played, self.world.task_types)
+        line = self.write("evaluation", step, step // self.args.k, {**panel, "temperature": temperature})
+        say(f"update {step}: solves {line['success']:.1%} of {games} held-out games")
+        return line
+
+    def end_loop(self, step: int, replay: ReplayBuffer) -> None:
+        """rspo.train's `end_loop`."""
+        if step // self.args.eval_every > (step - self.args.k) // self.args.eval_every:
+            self.evaluate(step)
+        state = {
+            "step": step,
+            "world": self.world.state_dict(),
+            "replay": replay.state_dict(),
+            "sizes": self.log.sizes(),
+            "seconds": time.perf_counter() - self.started,
+        }
+        saved = checkpoint.Checkpoint(self.policy.state_dicts(), state)
+        checkpoint.write(self.folder, step, saved, self.args.keep_checkpoints)
+
+
+def open_folder(args: Args, argv: list[str]) -> tuple[Path, object]:
+    """Make or enter the run folder, alone; leave what a killed process had half written out of it."""
+    if args.out:
+        folder = Path(args.out)
+    else:
+        what = "eval" if args.eval_only else f"{args.env}-{args.method}-{args.algo}-s{args.seed}"
+        folder = Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = [folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 100))]
+        folder = next(name for name in names if not name.exists())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = checkpoint.lock(folder)
+    except BlockingIOError:
+        raise UsageError(
+            f"--out {folder}: another process is at work in it; wait for it or stop it"
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"--out {folder}: cannot be written ({error.strerror}); give another folder"
+        ) from None
+    checkpoint.sweep(folder)
+    if args.eval_only:
+        return folder, held
+    about = folder / "run.json"
+    facts = json.loads(about.read_text()) if about.exists() else {}
+    if facts:
+        facts.setdefault("resumed", []).append(how_and_where(args, argv))
+    checkpoint.write_text(about, json.dumps(facts or how_and_where(args, argv), indent=2) + "\n")
+    checkpoint.write_text(folder / "config.json", config_text(args))
+    return folder, held
+
+
+def how_and_where(args: Args, argv: list[str]) -> dict:
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "argv": argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions,
+        "commit": commit(),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {args.threads} torch threads, {gpu}",
+    }
+
+
+def commit() -> str | None:
+    """Of this code, if it lies in a git repository; with a + if files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    except OSError:  # no git here
+        return None
+    return head.stdout.strip() + "+" * bool(changed.stdout) if head.returncode == 0 else None
+
+
+# --- a run --------------------------------------------------------------------------------------------------
+
+
+def run(args: Args, newest: Path | None, argv: list[str]) -> None:
+    started = time.perf_counter()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook
+    base = load_start(args, Path(args.out) if args.resume else None)
+    folder, _held = open_folder(args, argv)
+    state = {}
+    if newest:
+        loaded = checkpoint.read(newest)
+        state = loaded.state
+        started -= state["seconds"]  # as if the run had never been interrupted
+        for later in checkpoint.listed(folder):
+            if later.name > newest.name:
+                checkpoint.remove(later)
+    log = report.Log(folder, state.get("sizes"))
+    say(f"run folder: {folder}" + (f", continued from {newest.name}" if newest else ""))
+
+    world = make_world(args, base.chat, args.seed)
+    base = warm_started(args, folder, base, world)
+    policy = make_policy(args, base)
+    dense_reward = step_rewards(args, folder, base, policy, world) if args.uses_dense_reward else None
+    replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
+    if newest:
+        policy.load_state_dicts(loaded.tensors)
+        world.load_state_dict(state["world"])
+        replay.load_state_dict(state["replay"])
+    if args.tensorboard:
+        log.listeners.append(report.tensorboard(folder, log.lines))
+    if args.wandb_project:
+        log.listeners.append(report.wandb(args.wandb_project, folder, dataclasses.asdict(args)))
+
+    recorder = Recorder(args, folder, policy, world, dense_reward, log, started)
+    done = state.get("step", 0)
+    if not newest:
+        recorder.evaluate(0)
+    with bar(args.total_steps, "updates of A", initial=done) as recorder.bar:
+        rspo.train(
+            policy,
+            recorder,
+            recorder,
+            args,
+            recorder.log_update,
+            recorder.end_loop,
+            start=done,
+            replay=replay,
+        )
+    if log.of("evaluation")[-1]["update"] != args.total_steps:
+        recorder.evaluate(args.total_steps)
+    checkpoint.write_folder(folder / "policy", policy.save)
+    conclude(args, folder, log, time.perf_counter() - started)
+    log.close()
+
+
+def conclude(args: Args, folder: Path, log: report.Log, seconds: float) -> None:
+    """summary.json, curves.png, and the table of start and end."""
+    start, end = log.of("evaluation")[0], log.of("evaluation")[-1]
+    summary = {
+        "success_start": start["success"],
+        "success_end": end["success"],
+        "seconds": seconds,
+        "outcome_start": start["outcome"],
+        "outcome_end": end["outcome"],
+        "by_type": {
+            kind: {
+                "games": result["games"],
+                "start": result["success"],
+                "end": end["by_type"][kind]["success"],
+            }
+            for kind, result in start["by_type"].items()
+        },
+        "eval_games": args.eval_games,
+        "eval_temperature": args.eval_temperature,
+        "updates": args.total_steps,
+        "explorer_updates": len(log.of("explorer")),
+        "episodes": end["environment_episodes"],
+        "turns": end["environment_turns"],
+        "method": args.method,
+        "algo": args.algo,
+        "seed": args.seed,
+        "env": args.env,
+        "model": args.model,
+    }
+    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    title = f"{args.method} + {args.algo} on {args.env}, seed {args.seed}"
+    report.draw_curves(log.lines, folder / "curves.png", title)
+    counts = {
+        name: {
+            "updates": line["update"],
+            "episodes": line["environment_episodes"],
+            "seconds": round(line["seconds_elapsed"]),
+        }
+        for name, line in (("start", start), ("end", end))
+    }
+    say(f"\nsuccess in % on {args.eval_games} held-out games, temperature {args.eval_temperature}: {title}")
+    say(report.panel_table({"start": start, "end": end}, counts))
+    say(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all of it: {folder}")
+
+
+def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
+    """Play the panel with a run's newest policy, or with --model as it is; the table, and eval.json."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    base = load_start(args, Path(args.out) if newest else None)
+    folder, _held = open_folder(args, argv)
+    world, policy = make_world(args, base.chat, args.seed), make_policy(args, base)
+    if newest:
+        policy.load_state_dicts(checkpoint.read(newest).tensors)
+    started = time.perf_counter()
+    panel = report.panel(world.evaluate(policy, args.eval_games, args.eval_temperature), world.task_types)
+    panel |= {
+        "temperature": args.eval_temperature,
+        "checkpoint": newest.name if newest else None,
+        "model": args.model,
+    }
+    panel["seconds"] = time.perf_counter() - started
+    checkpoint.write_text(folder / "eval.json", json.dumps(panel, indent=2) + "\n")
+    say(f"success in % on {args.eval_games} held-out games, temperature {args.eval_temperature}:")
+    say(report.panel_table({newest.name if newest else args.model: panel}))
+    say(f"written to {folder / 'eval.json'}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        args, newest = prepare(argv)
+        (evaluate_only if args.eval_only else run)(args, newest, argv)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(
+            "\nstopped; --resume with --out and this run's folder goes on from the last finished loop",
+            file=sys.stderr,
+        )
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error}: free some space, then go on with --resume", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
