@@ -102,7 +102,7 @@ class StepRewardModel(nn.Module):
         # A LoRA adapter, which lives inside the layers it adapts, stays behind
         weights = {name.replace(".base_layer.", "."): w for name, w in source.state_dict().items()}
         backbone.load_state_dict({name: w for name, w in weights.items() if ".lora_" not in name})
-        return cls(backbone, base.chat, device=base.device, **settings)
+        return cls(backbone, base.chat, **{"device": base.device, **settings})
 
     @classmethod
     def from_pretrained(cls, name: str, **settings) -> StepRewardModel:
@@ -121,6 +121,13 @@ class StepRewardModel(nn.Module):
             prompt = self.chat.first(step_text(trajectory, index))
             reply = self.chat.reply(action_text(step.action))
             rows.append(Row(trajectory, prompt + reply, [(index, len(prompt), len(prompt) + len(reply))]))
+        longest = max(len(row.input_ids) for row in rows)
+        limit = getattr(self.backbone.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        if longest > limit:
+            raise ValueError(
+                f"a step of {trajectory.task_id} is {longest} tokens long, and the step reward model reads "
+                f"{limit}: give a --reward_model_backbone with a longer context"
+            )
         return rows
 
     def forward(self, batch: Batch) -> Tensor:
@@ -178,8 +185,9 @@ class StepRewardModel(nn.Module):
     ) -> dict:
         """Fine-tune backbone and head, freeze them, and report how they do on episodes of other tasks.
 
-        AdamW; the learning rate rises over the first tenth of the updates, then falls to 0. The weights are
-        kept in fp32 until the end, and computed with in `dtype`.
+        held_out: the share of tasks (at most half) kept for the report. AdamW; the learning rate rises over
+        the first tenth of the updates, then falls to 0. The weights are kept in fp32 until the end, and
+        computed with in `dtype`.
 
         The report (`self.report`): `quality` on the held-out episodes; mse_of_mean, the MSE there of always
         predicting the training episodes' mean; episodes, successes, held_out_episodes, held_out_successes;

@@ -490,6 +490,12 @@ def test_another_tokenizer_gives_one_bos_and_the_same_ids_for_fit_and_score(llam
     assert (tmp_path / "tokenizer").is_dir()
 
 
+def test_text_that_is_too_long_for_the_backbone_is_refused_not_cut(llama):
+    model = StepRewardModel.from_pretrained(str(llama))
+    with pytest.raises(ValueError, match="toy/0 is 3.. tokens long.*reads 256.*longer context"):
+        model.step_scores([episode(tiny_base().chat, [("mug " * 300, "look")], 1.0)])
+
+
 def test_a_backbone_with_another_tokenizer_learns_too(llama):
     model = StepRewardModel.from_pretrained(str(llama))
     episodes = random_episodes(tiny_base().chat, 200, wins=magic)
