@@ -299,36 +299,32 @@ class Recorder:
         checkpoint.write(self.folder, step, saved, self.args.keep_checkpoints)
 
 
-def open_folder(args: Args, argv: list[str]) -> tuple[Path, object]:
-    """Make or enter the run folder, alone; leave what a killed process had half written out of it."""
+def folder_of(args: Args) -> Path:
+    """The run folder, made if it is not there. Raises UsageError."""
     if args.out:
         folder = Path(args.out)
     else:
         what = "eval" if args.eval_only else f"{args.env}-{args.method}-{args.algo}-s{args.seed}"
-        folder = Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = [folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 100))]
+        stem = f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in range(1000))
         folder = next(name for name in names if not name.exists())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = checkpoint.lock(folder)
-    except BlockingIOError:
-        raise UsageError(
-            f"--out {folder}: another process is at work in it; wait for it or stop it"
-        ) from None
     except OSError as error:
-        raise UsageError(
-            f"--out {folder}: cannot be written ({error.strerror}); give another folder"
-        ) from None
-    checkpoint.sweep(folder)
-    if args.eval_only:
-        return folder, held
-    about = folder / "run.json"
-    facts = json.loads(about.read_text()) if about.exists() else {}
+        raise UsageError(f"--out {folder}: cannot be made ({error.strerror}); give another folder") from None
+    return folder
+
+
+def describe(args: Args, folder: Path, argv: list[str]) -> None:
+    """Write run.json, to which every resumption adds a part, and config.json."""
+    path = folder / "run.json"
+    facts = json.loads(path.read_text()) if path.exists() else {}
     if facts:
         facts.setdefault("resumed", []).append(how_and_where(args, argv))
-    checkpoint.write_text(about, json.dumps(facts or how_and_where(args, argv), indent=2) + "\n")
+    else:
+        facts = how_and_where(args, argv)
+    checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
     checkpoint.write_text(folder / "config.json", config_text(args))
-    return folder, held
 
 
 def how_and_where(args: Args, argv: list[str]) -> dict:
@@ -363,20 +359,47 @@ def commit() -> str | None:
 
 
 def run(args: Args, newest: Path | None, argv: list[str]) -> None:
+    """Train, from the start or from the checkpoint `newest`; the folder is this process's alone meanwhile."""
     started = time.perf_counter()
+    set_up(args)
+    base = load_start(args, Path(args.out) if args.resume else None)
+    folder = folder_of(args)
+    go_on = f"python train.py --resume --out {folder}"
+    try:
+        with checkpoint.lock(folder):
+            checkpoint.sweep(folder)
+            describe(args, folder, argv)
+            train_in(folder, args, newest, base, started)
+    except BlockingIOError:
+        raise UsageError(f"--out {folder}: another process works in it; wait for it, or stop it") from None
+    except KeyboardInterrupt:
+        print(f"\nstopped; from its last whole loop it goes on with: {go_on}", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error}; free some space, then go on with: {go_on}", file=sys.stderr)
+        sys.exit(1)
+
+
+def set_up(args: Args) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook
-    base = load_start(args, Path(args.out) if args.resume else None)
-    folder, _held = open_folder(args, argv)
+
+
+def train_in(folder: Path, args: Args, newest: Path | None, base, started: float) -> None:
     state = {}
     if newest:
-        loaded = checkpoint.read(newest)
-        state = loaded.state
+        saved = checkpoint.read(newest)
+        state = saved.state
         started -= state["seconds"]  # as if the run had never been interrupted
         for later in checkpoint.listed(folder):
-            if later.name > newest.name:
+            if checkpoint.step_of(later) > state["step"]:
                 checkpoint.remove(later)
-    log = report.Log(folder, state.get("sizes"))
+    try:
+        log = report.Log(folder, state.get("sizes"))
+    except ValueError as error:
+        raise UsageError(f"--out {folder}: {error}; put the file back, or start a new run") from None
     say(f"run folder: {folder}" + (f", continued from {newest.name}" if newest else ""))
 
     world = make_world(args, base.chat, args.seed)
@@ -385,7 +408,7 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     dense_reward = step_rewards(args, folder, base, policy, world) if args.uses_dense_reward else None
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
     if newest:
-        policy.load_state_dicts(loaded.tensors)
+        policy.load_state_dicts(saved.tensors)
         world.load_state_dict(state["world"])
         replay.load_state_dict(state["replay"])
     if args.tensorboard:
@@ -393,23 +416,14 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     if args.wandb_project:
         log.listeners.append(report.wandb(args.wandb_project, folder, dataclasses.asdict(args)))
 
-    recorder = Recorder(args, folder, policy, world, dense_reward, log, started)
+    record = Recorder(args, folder, policy, world, dense_reward, log, started)
     done = state.get("step", 0)
     if not newest:
-        recorder.evaluate(0)
-    with bar(args.total_steps, "updates of A", initial=done) as recorder.bar:
-        rspo.train(
-            policy,
-            recorder,
-            recorder,
-            args,
-            recorder.log_update,
-            recorder.end_loop,
-            start=done,
-            replay=replay,
-        )
+        record.evaluate(0)
+    with bar(args.total_steps, "updates of A", initial=done) as record.bar:
+        rspo.train(policy, record, record, args, record.log_update, record.end_loop, done, replay)
     if log.of("evaluation")[-1]["update"] != args.total_steps:
-        recorder.evaluate(args.total_steps)
+        record.evaluate(args.total_steps)
     checkpoint.write_folder(folder / "policy", policy.save)
     conclude(args, folder, log, time.perf_counter() - started)
     log.close()
@@ -447,39 +461,32 @@ def conclude(args: Args, folder: Path, log: report.Log, seconds: float) -> None:
     checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     title = f"{args.method} + {args.algo} on {args.env}, seed {args.seed}"
     report.draw_curves(log.lines, folder / "curves.png", title)
+    shown = {"updates": "update", "episodes": "environment_episodes", "seconds": "seconds_elapsed"}
+    panels = {"start": start, "end": end}
     counts = {
-        name: {
-            "updates": line["update"],
-            "episodes": line["environment_episodes"],
-            "seconds": round(line["seconds_elapsed"]),
-        }
-        for name, line in (("start", start), ("end", end))
+        name: {column: round(line[key]) for column, key in shown.items()} for name, line in panels.items()
     }
     say(f"\nsuccess in % on {args.eval_games} held-out games, temperature {args.eval_temperature}: {title}")
-    say(report.panel_table({"start": start, "end": end}, counts))
+    say(report.panel_table(panels, counts))
     say(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all of it: {folder}")
 
 
-def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
+def evaluate_only(args: Args, newest: Path | None) -> None:
     """Play the panel with a run's newest policy, or with --model as it is; the table, and eval.json."""
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
-    folder, _held = open_folder(args, argv)
+    folder = folder_of(args)
     world, policy = make_world(args, base.chat, args.seed), make_policy(args, base)
     if newest:
         policy.load_state_dicts(checkpoint.read(newest).tensors)
     started = time.perf_counter()
-    panel = report.panel(world.evaluate(policy, args.eval_games, args.eval_temperature), world.task_types)
-    panel |= {
-        "temperature": args.eval_temperature,
-        "checkpoint": newest.name if newest else None,
-        "model": args.model,
-    }
+    played = world.evaluate(policy, args.eval_games, args.eval_temperature)
+    who = newest.name if newest else args.model
+    panel = {"policy": who, "temperature": args.eval_temperature, **report.panel(played, world.task_types)}
     panel["seconds"] = time.perf_counter() - started
     checkpoint.write_text(folder / "eval.json", json.dumps(panel, indent=2) + "\n")
-    say(f"success in % on {args.eval_games} held-out games, temperature {args.eval_temperature}:")
-    say(report.panel_table({newest.name if newest else args.model: panel}))
+    say(f"success in % on {args.eval_games} held-out games, temperature {args.eval_temperature}")
+    say(report.panel_table({who: panel}))
     say(f"written to {folder / 'eval.json'}")
 
 
@@ -487,21 +494,15 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         args, newest = prepare(argv)
-        (evaluate_only if args.eval_only else run)(args, newest, argv)
+        if args.eval_only:
+            evaluate_only(args, newest)
+        else:
+            run(args, newest, argv)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(
-            "\nstopped; --resume with --out and this run's folder goes on from the last finished loop",
-            file=sys.stderr,
-        )
         sys.exit(130)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"error: {error}: free some space, then go on with --resume", file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":
