@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import functools
 import inspect
 import json
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from buffer import Batch, Row, Trajectory, micro_batches, rows_of
 
-TODAY = datetime.date(2024, 7, 26)  # for chat templates: prompts must not depend on the day of the run
+TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
 CHUNK_LOGITS = 2**26  # elements of one (chunk, V) block of logits: 256 MB in fp32
 
 
@@ -81,13 +81,14 @@ class Chat:
         self._decode = functools.lru_cache(maxsize=2**16)(self._decode)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        """Ends with the generation prompt. Templates that ask for the date get a fixed one."""
+        """Ends with the generation prompt. A template that asks for the date, or the clock, gets TODAY."""
+        clock = f"{{% macro strftime_now(format) %}}{TODAY}{{% endmacro %}}"
         return self.tokenizer.apply_chat_template(
             messages,
+            chat_template=clock + self.tokenizer.get_chat_template(),
             tokenize=False,
             add_generation_prompt=True,
-            date_string=TODAY.strftime("%d %b %Y"),
-            strftime_now=TODAY.strftime,
+            date_string=TODAY,
         )
 
     def _glue(self, text: str) -> list[int]:
@@ -204,7 +205,9 @@ class Base:
         self.changed = changed  # it is not what its name_or_path holds: save it to be able to load it again
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable = "activation_checkpointing_enable"  # renamed within transformers 5
+            enable = enable if hasattr(self.model, enable) else "gradient_checkpointing_enable"
+            getattr(self.model, enable)({"use_reentrant": False})
         takes = inspect.signature(model.get_decoder().forward).parameters
         self._cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed within transformers 5
         self._check_head()
@@ -293,8 +296,11 @@ class Base:
             bias="none",
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng(devices=[]):  # the seed's own draws, whatever was drawn before
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            torch.manual_seed(seed)  # the seed's own draws, whatever was drawn before
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # peft reads a property that transformers deprecates
             if self.peft is None:
                 self.peft = peft.get_peft_model(self.model.requires_grad_(False), config, adapter_name=name)
             else:
@@ -385,7 +391,7 @@ def _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, se
 
 
 def _load_pretrained(model: str, dtype: torch.dtype):
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     adapter = Path(model) / "adapter_config.json"
     start = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else model
@@ -396,7 +402,7 @@ def _load_pretrained(model: str, dtype: torch.dtype):
                 if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
                     setattr(part, name, 0.0)
         lm = AutoModelForCausalLM.from_pretrained(start, config=config, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = _load_tokenizer(model)
     except OSError as error:
         raise ValueError(
             f"--model {model}: cannot load {start} ({error}); give a folder, or a hub id that can be fetched"
@@ -408,6 +414,16 @@ def _load_pretrained(model: str, dtype: torch.dtype):
     if not tokenizer.chat_template:
         raise ValueError(f"--model {model}: its tokenizer has no chat template; use an instruct model")
     return lm, tokenizer
+
+
+def _load_tokenizer(model: str):
+    """AutoTokenizer gives every Qwen2 model Qwen's own tokenizer, a tiny one's with other words included."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    settings = Path(model) / "tokenizer_config.json"
+    kind = json.loads(settings.read_text()).get("tokenizer_class") if settings.exists() else None
+    as_saved = kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if as_saved else AutoTokenizer).from_pretrained(model)
 
 
 # --- log-probs ------------------------------------------------------------------------------------

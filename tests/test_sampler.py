@@ -1,0 +1,323 @@
+"""The KV-cache sampler: what it draws, and that its cache is never seen in the result."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
+from policy import Policy, load_base
+from sampler import Cache, KVSampler, Sample, draw
+
+torch.set_num_threads(1)  # models as small as these lose time to a second one
+
+WORDS = ["go to desk 1", "take mug 1 from bed 1", "inventory look", "nothing here open closed hot", "|;"]
+OTHERS = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
+
+
+def make(rank=0, words=WORDS, scale=10.0, temperature=1.0, **settings):
+    """A policy far from uniform whose adapter, if it has one, matters."""
+    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "max_length": 256, **settings}
+    base = load_base("tiny", vocabulary=words, **sizes)
+    policy = Policy(base, lora_rank=rank, lora_alpha=8, learning_rate=1e-2, temperature=temperature)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in base.model.parameters():
+            if p.ndim == 2:
+                p.mul_(scale)
+        for key, p in policy.named.items():
+            if "lora_B" in key:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return policy
+
+
+def rngs(count, seed=0):
+    return [random.Random(f"{seed} {i}") for i in range(count)]
+
+
+def prompts_of(count, low=2, high=9, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 21) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def sample(policy, prompts, sampler=None, temperature=1.0, max_tokens=8, seed=0, slots=None):
+    sampler, slots = sampler or KVSampler(), slots or list(range(len(prompts)))
+    return sampler.sample(policy, prompts, slots, rngs(len(prompts), seed), temperature, max_tokens)
+
+
+def follow(policy, prompts, replies, text="look"):
+    """The next turn's prompts in an append-only context."""
+    pairs = zip(prompts, replies, strict=True)
+    return [p + r.token_ids + policy.chat.extend(r.token_ids, text) for p, r in pairs]
+
+
+def batch_of(prompt, ids):
+    step = Step(prompt, ids, [0.0] * len(ids), "", "", True)
+    return pad_rows(rows_of(Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)), pad_id=0)
+
+
+def scored(policy, prompt, reply: Sample):
+    """The trainer's log-probs of a reply."""
+    with torch.no_grad():
+        return policy.logprobs(batch_of(prompt, reply.token_ids))[0][0, len(prompt) :].tolist()
+
+
+class Meter:
+    """Counts the tokens a policy's decoder is given, call by call: (rows, new tokens of each)."""
+
+    def __init__(self, policy):
+        self.calls, self.hidden = [], policy.hidden
+        policy.hidden = self
+
+    def __call__(self, input_ids, *args, **kwargs):
+        self.calls.append(tuple(input_ids.shape))
+        return self.hidden(input_ids, *args, **kwargs)
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+def test_a_uniform_number_picks_by_cumulative_probability():
+    class Fixed:
+        def __init__(self, value):
+            self.value = value
+
+        def random(self):
+            return self.value
+
+    # probabilities 0.2, 0, 0.5, 0.3, 0: cumulative 0.2, 0.2, 0.7, 1.0, 1.0
+    logits = torch.tensor([0.2, 0.0, 0.5, 0.3, 0.0]).log()
+    numbers = [0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53]
+    token, logprob = draw(logits.expand(6, 5), [Fixed(u) for u in numbers], 1.0)
+    assert token.tolist() == [0, 0, 2, 2, 3, 3]
+    # ln 0.2 = -1.60944, ln 0.5 = -0.69315, ln 0.3 = -1.20397
+    expected = torch.tensor([-1.60944, -1.60944, -0.69315, -0.69315, -1.20397, -1.20397])
+    torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=0)
+
+
+def test_temperature_shapes_the_draw_and_its_log_prob():
+    logits = torch.tensor([[2.0, 0.0]]).expand(2000, 2)
+    token, logprob = draw(logits, rngs(2000), 0.5)
+    # p(1) = 1 / (1 + e^4) = 0.018, so 36 of 2000, standard deviation 6
+    assert 12 < int((token == 1).sum()) < 60
+    assert logprob[token == 0][0].item() == pytest.approx(-0.01815, abs=1e-5)
+    assert logprob[token == 1][0].item() == pytest.approx(-4.01815, abs=1e-5)
+    assert draw(logits, rngs(2000), 0.0)[0].sum() == 0
+
+
+def test_no_setting_of_the_checkpoint_narrows_the_draw():
+    policy = make(words=[*WORDS, *OTHERS[:29]])
+    assert policy.base.config.vocab_size == 50
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight.zero_()  # all 50 tokens equally likely
+    settings = policy.model.generation_config
+    settings.do_sample, settings.top_k, settings.top_p = True, 20, 0.8
+    settings.repetition_penalty, settings.temperature = 1.1, 0.7
+    replies = sample(policy, [[6, 7]] * 2000, max_tokens=1)
+    counts = torch.bincount(torch.tensor([reply.token_ids[0] for reply in replies]), minlength=50)
+    # 40 of each, standard deviation 6.3; top_k 20 would show 20 tokens
+    assert counts.min() > 8 and counts.max() < 80
+    assert {round(reply.logprobs[0], 4) for reply in replies} == {-3.912}  # ln 1/50
+
+
+def test_equal_generators_repeat_and_different_ones_differ():
+    policy = make(words=[*WORDS, *OTHERS], scale=1.0)
+    group = sample(policy, [[6, 7, 8]] * 8)
+    assert sample(policy, [[6, 7, 8]] * 8) == group
+    assert len({tuple(reply.token_ids) for reply in group}) == 8
+    assert sample(policy, [[6, 7, 8]] * 8, seed=1) != group
+
+
+def test_a_row_does_not_depend_on_its_batch_mates():
+    policy, prompts = make(), prompts_of(12)
+    together = sample(policy, prompts, max_tokens=20)
+    assert len({len(reply.token_ids) for reply in together}) > 3
+    for i, (prompt, reply) in enumerate(zip(prompts, together, strict=True)):
+        generator = random.Random(f"0 {i}")
+        (alone,) = KVSampler().sample(policy, [prompt], [0], [generator], 1.0, 20)
+        assert alone.token_ids == reply.token_ids
+        # a number for each token and no more
+        again = random.Random(f"0 {i}")
+        [again.random() for _ in reply.token_ids]
+        assert generator.getstate() == again.getstate()
+
+
+def test_replies_end_with_a_stop_token_or_at_the_limit():
+    policy = make()
+    replies = sample(policy, prompts_of(40), max_tokens=6)
+    assert {reply.stopped for reply in replies} == {True, False}
+    for reply in replies:
+        stops = [token in policy.chat.stop_ids for token in reply.token_ids]
+        assert stops[:-1] == [False] * (len(stops) - 1) and stops[-1] == reply.stopped
+        assert reply.stopped or len(reply.token_ids) == 6
+        assert len(reply.logprobs) == len(reply.token_ids)
+
+
+def test_greedy_is_what_generate_decodes():
+    policy, prompts = make(words=[*WORDS, *OTHERS], scale=3.0), prompts_of(6, seed=4)
+    for prompt, reply in zip(prompts, sample(policy, prompts, temperature=0.0, max_tokens=30), strict=True):
+        ids = torch.tensor([prompt])
+        expected = policy.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=30,
+            eos_token_id=policy.chat.stop_ids,
+            pad_token_id=0,
+        )[0, len(prompt) :]
+        assert reply.token_ids == expected.tolist()
+        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_log_probs_are_the_trainers_over_many_turns(rank, context):
+    policy, sampler, rng = make(rank, temperature=0.8), KVSampler(), random.Random(3)
+    live = dict(enumerate(prompts_of(10, seed=2)))
+    lengths = set()
+    for turn in range(9):
+        slots, prompts = list(live), list(live.values())
+        replies = sample(policy, prompts, sampler, 0.8, max_tokens=10, seed=turn, slots=slots)
+        for slot, prompt, reply in zip(slots, prompts, replies, strict=True):
+            assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+            lengths.add(len(reply.token_ids))
+            heard = " ".join(rng.choices(["look", "go", "mug 1"], k=rng.randint(1, 6)))
+            new = policy.chat.extend(reply.token_ids, heard)
+            live[slot] = prompt + reply.token_ids + new if context == "full" else new
+            if context == "full" and rng.random() < 0.1:
+                live[slot] = live[slot][3:]  # an episode whose oldest turns were cut begins anew
+        if turn % 2:  # an episode ends, the others change places
+            del live[rng.choice(list(live))]
+            live = dict(rng.sample(list(live.items()), len(live)))
+    assert len(live) == 6 and len(lengths) > 5
+
+
+def test_only_new_tokens_are_prefilled():
+    policy, sampler = make(), KVSampler()
+    meter, prompts = Meter(policy), prompts_of(3, low=6, high=6)
+    replies = sample(policy, prompts, sampler)
+    assert meter.calls[0] == (3, 6) and set(meter.calls[1:]) <= {(3, 1), (2, 1), (1, 1)}
+    # the last token of each reply, the end of the turn where it was not sampled, and <user> look <assistant>
+    later = follow(policy, prompts, replies)
+    new = max(len(later[i]) - len(prompts[i]) - len(replies[i].token_ids) + 1 for i in range(3))
+    meter.calls.clear()
+    again = sample(policy, later, sampler, seed=1)
+    assert meter.calls[0] == (3, new) and new <= 5
+    fresh = sample(policy, later, seed=1)
+    assert [reply.token_ids for reply in again] == [reply.token_ids for reply in fresh]
+
+
+def test_finished_rows_leave_the_batch():
+    policy = make()
+    meter = Meter(policy)
+    replies = sample(policy, prompts_of(32), max_tokens=40)
+    fed = sum(rows for rows, _ in meter.calls[1:])
+    needed = sum(len(reply.token_ids) - 1 for reply in replies)
+    assert needed <= fed <= 2.2 * needed  # never more than half of a batch is done
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_nothing_cached_survives_a_change_of_weights(rank):
+    policy, sampler = make(rank), KVSampler()
+    explorer, prompt = policy.fork("explorer"), prompts_of(4, low=6, high=6)
+    meters = [Meter(policy), Meter(explorer)]
+
+    def extended(actor):
+        replies = sample(actor, prompt, sampler, max_tokens=3)
+        return follow(actor, prompt, replies)
+
+    def widths(actor, prompts):
+        for meter in meters:
+            meter.calls.clear()
+        replies = sample(actor, prompts, sampler)
+        for p, reply in zip(prompts, replies, strict=True):
+            assert reply.logprobs == pytest.approx(scored(actor, p, reply), abs=1e-4)
+        return (meters[0].calls + meters[1].calls)[0][1]
+
+    whole = max(map(len, longer := extended(policy)))
+    assert widths(policy, longer) < whole  # nothing changed: reused
+    longer = extended(policy)
+    explorer.logprobs(batch_of([5], [6]))[0].sum().backward()
+    explorer.step(1.0)
+    assert widths(explorer, longer) == max(map(len, longer))  # A -> B
+    assert widths(policy, longer) == max(map(len, longer))  # B -> A, although A is what it was
+    longer = extended(policy)
+    policy.load_state_dict(policy.state_dict())
+    assert widths(policy, longer) == max(map(len, longer))  # loaded weights
+    longer = extended(explorer)
+    explorer.discard()
+    assert policy.fork("explorer") is explorer
+    assert widths(explorer, longer) == max(map(len, longer))  # a new fork of the same name
+
+
+def test_reset_forgets():
+    policy, sampler = make(), KVSampler()
+    meter, (prompt,) = Meter(policy), prompts_of(1)
+    (reply,) = sample(policy, [prompt], sampler)
+    sampler.reset()
+    meter.calls.clear()
+    (longer,) = follow(policy, [prompt], [reply])
+    sample(policy, [longer], sampler)
+    assert meter.calls[0] == (1, len(longer))
+
+
+def test_a_call_that_failed_leaves_nothing_to_reuse():
+    policy, sampler = make(), KVSampler()
+    prompts = prompts_of(3)
+    replies = sample(policy, prompts, sampler)
+    later = follow(policy, prompts, replies)
+    logits, policy.logits = policy.logits, None
+    with pytest.raises(TypeError):
+        sample(policy, later, sampler)
+    policy.logits = logits
+    for prompt, reply in zip(later, sample(policy, later, sampler), strict=True):
+        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+
+
+def test_cache_grows_takes_and_gives_back():
+    cache = Cache(room=1)
+    block = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
+    cache.update(block, block + 100, 0)
+    cache.columns = 3
+    part = cache.take(torch.tensor([1]), torch.tensor([[2, 0]]))  # columns 2 and 0 of row 1
+    assert part.layers[0][0][0, 0].tolist() == [[10.0, 11.0], [6.0, 7.0]] and part.columns == 2
+    whole = cache.take(torch.tensor([1]))
+    for value in (1.0, 2.0, 3.0):
+        whole.update(torch.full((1, 1, 1, 2), value), torch.full((1, 1, 1, 2), -value), 0)
+        whole.columns += 1
+    cache.put_back(torch.tensor([1]), whole)
+    assert cache.columns == 6
+    keys, values = (x[:, 0, :6, 0].tolist() for x in cache.layers[0])
+    assert keys == [[0.0, 2.0, 4.0, 0.0, 0.0, 0.0], [6.0, 8.0, 10.0, 1.0, 2.0, 3.0]]
+    assert values == [[100.0, 102.0, 104.0, 0.0, 0.0, 0.0], [106.0, 108.0, 110.0, -1.0, -2.0, -3.0]]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sampled_is_refused():
+    policy = make(max_length=16)
+    with pytest.raises(ValueError, match="no tokens"):
+        sample(policy, [[5], []])
+    with pytest.raises(ValueError, match="10 tokens and a reply of up to 7 exceed the 16"):
+        sample(policy, [[5] * 10], max_tokens=7)
+    sample(policy, [[5] * 10], max_tokens=6)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        sample(policy, [[5]], max_tokens=0)
+
+
+def test_windows_are_refused_where_they_would_matter_and_recurrence_always():
+    policy = make()
+    config = policy.base.config
+    config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 8
+    with pytest.raises(ValueError, match="exceed the 8"):
+        sample(policy, [[5] * 6], max_tokens=4)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="recurrent"):
+        sample(policy, [[5]], max_tokens=4)
