@@ -96,8 +96,8 @@ class Args(rspo.Config):
     """Demonstrations: training games by an expert that searches, mixed with random admissible actions."""
     expert_share: float = 0.35
     """Share of the expert's actions in the demonstrations; the rest are random."""
-    warm_start_rows: int = 256
-    """Rows per supervised update."""
+    warm_start_turns: int = 256
+    """Demonstrated turns per supervised update."""
     warm_start_lr: float = 2e-3
     """Peak learning rate of the warm start."""
 

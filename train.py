@@ -129,7 +129,7 @@ def warm_started(args: Args, folder: Path, base, world: World):
                 base,
                 demonstrations,
                 updates=args.warm_start,
-                rows_per_update=args.warm_start_rows,
+                turns_per_update=args.warm_start_turns,
                 learning_rate=args.warm_start_lr,
                 seed=args.seed,
                 micro_batch_tokens=args.micro_batch_tokens,

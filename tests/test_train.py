@@ -1,0 +1,421 @@
+"""Flags and their refusals; small real runs of the tiny model, and what they leave behind."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import flags
+import report
+import train
+from envs import make_env
+from flags import Args, UsageError
+
+ROOT = Path(__file__).parent.parent
+
+
+def refused(*argv):
+    with pytest.raises(UsageError) as caught:
+        flags.prepare(list(argv))
+    return str(caught.value)
+
+
+# --- flags --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "remedy"),
+    [
+        ("--k 0", "--k 0", "above 0"),
+        ("--k 7", "--total_steps", "multiple of --k 7, for example"),
+        ("--group_size 1", "--group_size 1 with --algo grpo", "2 or more"),
+        ("--off_policy_fraction 0.1", "--off_policy_fraction 0.1", "--off_policy_fraction 0.125"),
+        ("--off_policy_fraction 1", "--off_policy_fraction 1.0", "1)"),
+        ("--algo ppo --replay_strategy variance", "--replay_strategy variance", "reward or random"),
+        ("--clip_eps nan", "--clip_eps nan", "finite"),
+        ("--kl_coef inf", "--kl_coef inf", "finite"),
+        ("--learning_rate nan", "--learning_rate nan", "finite"),
+        ("--learning_rate 0", "--learning_rate 0.0", "above 0"),
+        ("--temperature 0", "--temperature 0.0", "above 0"),
+        ("--eval_temperature -0.1", "--eval_temperature -0.1", "not be negative"),
+        ("--lora_rank -1", "--lora_rank -1", "not be negative"),
+        ("--expert_share 1.5", "--expert_share 1.5", "between 0 and 1"),
+        ("--adam_beta2 1", "--adam_beta2 1.0", "between 0 and 0.9999"),
+        ("--keep_checkpoints 0", "--keep_checkpoints 0", "above 0"),
+        ("--env alf", "--env alf", "household"),
+        ("--model /no/such/folder", "--model /no/such/folder", "give one, a hub id"),
+        ("--model .", "--model .", "save_pretrained"),
+        ("--reward_model_backbone /no/such", "--reward_model_backbone /no/such", "give one"),
+        ("--reward_model_backbone tiny", "--reward_model_backbone tiny", "leave it out"),
+        ("--reward_model tests", "--reward_model tests", "leave it out to fit one"),
+        ("--tiny_width 36 --tiny_heads 4", "--tiny_width 36", "multiple of twice --tiny_heads 4"),
+        ("--eval_games 1000000", "--eval_games 1000000", "give at most that"),
+        ("--device nonsense", "--device nonsense", "give auto, cpu"),
+        ("--out tests", "--out tests", "give a new folder"),
+        ("--out train.py", "--out train.py", "give a folder"),
+        ("--out=", "--out ", "leave the flag out"),
+        ("--resume", "--resume", "give its folder with --out"),
+        ("--resume --out tests", "--out tests", "start a run without --resume"),
+        ("--resume --eval_only --out tests", "--eval_only with --resume", "leave one out"),
+        ("--resume --out tests --config x.json", "--config x.json with --resume", "leave it out"),
+        ("--resume_from step_000003", "--resume_from step_000003", "goes with --resume"),
+        ("--config pyproject.toml", "--config pyproject.toml", "give another"),
+        ("--eval_only", "--eval_only", "give a run with --out, or a --model"),
+        ("--eval_only --out tests", "--out tests", "holds no run"),
+        ("--wandb_project p", "--wandb_project p", "pip install wandb"),
+    ],
+)
+def test_bad_flags_name_the_value_and_the_remedy(argv, flag, remedy, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "wandb" else True)
+    message = refused(*argv.split())
+    assert message.startswith(flag) and remedy in message, message
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert refused("--device", "cuda:1") == (
+        "--device cuda:1: torch finds no GPU here; leave it out, or give cpu"
+    )
+
+
+def test_what_is_asked_for_and_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(flags, "find_spec", lambda name: None)
+    assert refused() == "the package matplotlib is not installed; pip install matplotlib"
+    monkeypatch.setattr(flags, "find_spec", lambda name: True if name == "matplotlib" else None)
+    assert refused("--tensorboard") == (
+        "--tensorboard: the package tensorboard is not installed; pip install tensorboard"
+    )
+
+
+def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
+    class Mute:
+        name, step_limit, vocabulary, task_types = "mute", 5, ("go",), ("Go",)
+
+        def size(self, split):
+            return 1000
+
+    monkeypatch.setattr(flags, "make_env", lambda name: Mute())
+    assert refused() == "--warm_start 450: --env household has no expert to learn from; give 0"
+    assert refused("--warm_start=0", "--reward_model_source=expert") == (
+        "--reward_model_source expert: --env household has no expert; give policy"
+    )
+    args, _ = flags.prepare(["--warm_start=0"])
+    assert args.reward_model_source == "policy" and args.max_turns == 5
+
+
+def test_a_usage_error_is_one_line_with_status_2_and_leaves_no_folder(tmp_path):
+    command = [sys.executable, "train.py", "--k", "0", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: --k 0: must be above 0\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_that_are_no_numbers_or_no_flags_exit_with_2(capsys):
+    for argv in (["--k", "three"], ["--no_such_flag"], ["--method", "sft"]):
+        with pytest.raises(SystemExit) as exit:
+            train.main(argv)
+        assert exit.value.code == 2
+        assert argv[0] in capsys.readouterr().err
+
+
+def test_gigpo_std_can_be_switched_both_ways():
+    assert flags.parse(["--gigpo_std"]).gigpo_std
+    for off in ("--no-gigpo_std", "--no_gigpo_std", "--no-gigpo-std"):
+        assert not flags.parse([off]).gigpo_std
+
+
+def test_help_begins_with_the_symbol_of_the_paper(capsys):
+    with pytest.raises(SystemExit) as exit:
+        flags.parse(["--help"])
+    assert exit.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag, symbol in {
+        "--k INT": "k:",
+        "--group_size INT": "N:",
+        "--tasks_per_step INT": "B:",
+        "--off_policy_fraction FLOAT": "alpha:",
+        "--clip_eps FLOAT": "epsilon:",
+        "--kl_coef FLOAT": "beta:",
+        "--reward_noise FLOAT": "sigma:",
+    }.items():
+        assert f"{flag} {symbol}" in text
+
+
+def test_what_is_left_open_is_resolved_by_model():
+    env = make_env("household")
+    tiny, lora, full = (
+        flags.resolve(Args(**given), env)
+        for given in ({}, {"model": "some/model"}, {"model": "some/model", "lora_rank": 0})
+    )
+    assert (tiny.lora_rank, lora.lora_rank, full.lora_rank) == (0, 64, 0)
+    assert (tiny.learning_rate, lora.learning_rate, full.learning_rate) == (4e-4, 3e-6, 1e-6)
+    assert (tiny.adam_beta2, lora.adam_beta2) == (0.99, 0.999)
+    assert (tiny.style, lora.style) == ("short", "think")
+    assert (tiny.warm_start > 0, lora.warm_start) == (True, 0)
+    assert flags.resolve(tiny, env) == tiny
+    assert flags.resolve(Args(learning_rate=1.0, lora_rank=8), env).learning_rate == 1.0
+
+
+def test_config_json_holds_every_value_and_gives_the_run_again(tmp_path):
+    env = make_env("household")
+    args = flags.resolve(Args(method="outcome", seed=7, gigpo_std=False, learning_rate=2e-3), env)
+    path = tmp_path / "config.json"
+    path.write_text(flags.config_text(args))
+    assert None not in [v for k, v in json.loads(path.read_text()).items() if k in flags.AUTO[:9]]
+    again, _ = flags.prepare(["--config", str(path)])
+    assert dataclasses.replace(again, config=None) == args
+    other, _ = flags.prepare(["--config", str(path), "--seed", "8", "--model", "some/model"])
+    # flags win; what was given stays; the tiny model's defaults become the other's
+    assert (other.seed, other.method, other.learning_rate) == (8, "outcome", 2e-3)
+    assert (other.lora_rank, other.style, other.warm_start) == (64, "think", 0)
+    path.write_text('{"k": 3, "momentum": 1}')
+    assert refused("--config", str(path)) == f"--config {path}: holds what is no flag (momentum); remove it"
+
+
+# --- runs of the tiny model ---------------------------------------------------------------------------------
+
+MINUTE = {
+    **{"k": 1, "tasks_per_step": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
+    **{"eval_games": 6, "eval_every": 2, "max_turns": 5, "threads": 1, "max_prompt_tokens": 128},
+    **{"tiny_width": 16, "tiny_layers": 1, "tiny_heads": 2, "learning_rate": 0.01},
+}
+PREPARE = {
+    **{"warm_start": 40, "warm_start_episodes": 60, "warm_start_turns": 32, "warm_start_lr": 0.01},
+    **{"reward_model_episodes": 40, "reward_model_epochs": 1},
+}
+
+
+def argv(folder, **options):
+    return [f"--{name}={value}" for name, value in {**MINUTE, "out": folder, **options}.items()]
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """Only the first run, which is of the whole module, draws one."""
+    monkeypatch.setattr(report, "draw_curves", lambda lines, path, title: None)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """Two loops with everything: warm start, reward model, curves. Others begin with its start/."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    train.main(argv(folder, total_steps=2, **PREPARE) + ["--tensorboard"])
+    return folder
+
+
+def on(first_run, **options):
+    """Flags that begin a run where the first one began, without its preparations."""
+    start, scorer = first_run / "start", first_run / "reward_model"
+    return {"model": start, "style": "short", "lora_rank": 0, "dtype": "float32", "reward_model": scorer} | {
+        "max_new_tokens": 8,
+        **options,
+    }
+
+
+def story(folder):
+    lines = report.read_lines(folder / "metrics.jsonl")
+    lines = [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
+    return lines, checkpoint.read(checkpoint.listed(folder)[-1]).tensors
+
+
+def assert_same_story(one, other):
+    (lines, tensors), (other_lines, other_tensors) = story(one), story(other)
+    assert lines == other_lines
+    assert {file: sorted(part) for file, part in tensors.items()} == {
+        file: sorted(part) for file, part in other_tensors.items()
+    }
+    for file, part in tensors.items():
+        for key, tensor in part.items():
+            assert torch.equal(tensor, other_tensors[file][key]), (file, key)
+
+
+def test_a_run_leaves_its_folder(first_run):
+    left = {path.name for path in first_run.iterdir()} - {".lock"}
+    assert left == {
+        *{"config.json", "run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curves.png"},
+        *{"start", "reward_model", "checkpoints", "policy", "tensorboard"},
+    }
+    assert (first_run / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert not [path for path in first_run.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    about = json.loads((first_run / "run.json").read_text())
+    assert f"--out={first_run}" in about["argv"] and about["versions"]["torch"] == torch.__version__
+    assert "1 torch threads" in about["machine"]
+
+
+def test_summary_and_log_agree(first_run):
+    summary = json.loads((first_run / "summary.json").read_text())
+    lines = report.read_lines(first_run / "metrics.jsonl")
+    panels = [line for line in lines if line["agent"] == "evaluation"]
+    assert [line["update"] for line in panels] == [0, 2]
+    assert all(line["temperature"] == 0.4 and line["games"] == 6 for line in panels)
+    assert summary["success_start"] == panels[0]["success"] and summary["success_end"] == panels[1]["success"]
+    assert isinstance(summary["success_end"], float) and summary["seconds"] > 0
+    assert set(summary["by_type"]) == set(make_env("household").task_types)
+    assert sum(one["games"] for one in summary["by_type"].values()) == 6
+    # a loop: B plays 3 tasks x 2 episodes and 2 x 2 for the buffer, A 3 x 2
+    assert (summary["updates"], summary["explorer_updates"], summary["episodes"]) == (2, 2, 32)
+    assert summary["turns"] == panels[1]["environment_turns"] > 32
+    assert (summary["method"], summary["algo"], summary["seed"]) == ("rspo", "grpo", 0)
+    for line in lines:
+        if line["agent"] in ("policy", "explorer"):
+            assert {"success", "kl_on", "entropy_on", "clip_fraction_on", "zero_spread_groups"} <= set(line)
+            assert {"repeated_states", "seconds_rollout", "seconds_update", "grad_norm"} <= set(line)
+        if line["agent"] == "explorer":
+            assert {"dense_reward", "seconds_score"} <= set(line)
+
+
+def test_transcripts_can_be_read(first_run):
+    records = report.read_lines(first_run / "transcripts.jsonl")
+    assert {record["agent"] for record in records} == {"policy", "explorer", "buffer", "evaluation"}
+    explored = next(record for record in records if record["agent"] == "explorer")
+    assert all(-1 < step["dense_score"] < 1 for step in explored["steps"])
+    text = report.transcript_text(explored)
+    assert explored["task"] in text and explored["steps"][0]["observation"] in text and "[score" in text
+
+
+def test_the_trained_policy_loads_with_transformers(first_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(first_run / "policy")
+    trained = checkpoint.read(checkpoint.listed(first_run)[-1]).tensors["policy"]
+    weights = dict(model.named_parameters())
+    assert set(weights) == {key.removeprefix("weight/") for key in trained if key.startswith("weight/")}
+    for key, weight in weights.items():
+        assert torch.equal(weight, trained[f"weight/{key}"])
+    start = AutoModelForCausalLM.from_pretrained(first_run / "start").state_dict()
+    assert not torch.equal(start["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
+    assert AutoTokenizer.from_pretrained(first_run / "policy").chat_template
+
+
+def test_an_adapter_loads_with_peft_and_weighs_little(first_run, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    train.main(argv(tmp_path / "run", total_steps=1, **on(first_run, method="outcome", lora_rank=2)))
+    start = AutoModelForCausalLM.from_pretrained(first_run / "start")
+    model = PeftModel.from_pretrained(start, tmp_path / "run" / "policy")
+    saved = checkpoint.read(checkpoint.listed(tmp_path / "run")[-1]).tensors["policy"]
+    assert all(".lora_" in key for key in saved)  # never the frozen base
+    moved = [weight for name, weight in model.named_parameters() if ".lora_B" in name]
+    assert moved and all(weight.abs().sum() > 0 for weight in moved)
+    assert not (tmp_path / "run" / "start").exists()  # it is the --model that was given
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "rspo", "algo": "ppo", "lora_rank": 2},
+        {"method": "rspo_h", "algo": "gigpo", "context": "full"},
+    ],
+)
+def test_four_loops_are_two_loops_a_resumption_and_two_more(first_run, tmp_path, options):
+    options = on(first_run, **options)
+    train.main(argv(tmp_path / "straight", total_steps=4, **options))
+    train.main(argv(tmp_path / "parts", total_steps=2, **options))
+    train.main(["--resume", "--total_steps=4", f"--out={tmp_path / 'parts'}"])
+    assert_same_story(tmp_path / "parts", tmp_path / "straight")
+
+
+def test_what_was_prepared_before_the_kill_is_not_made_again(first_run, tmp_path, monkeypatch, capsys):
+    import policy
+    import reward_model
+
+    train.main(argv(tmp_path, total_steps=1, **PREPARE))
+    straight = story(tmp_path)
+    for path in checkpoint.listed(tmp_path):
+        checkpoint.remove(path)
+    (tmp_path / f"{checkpoint.ASIDE}policy").mkdir()
+    monkeypatch.setattr(policy, "warm_start", None)
+    monkeypatch.setattr(reward_model.StepRewardModel, "fit", None)
+    train.main(["--resume", f"--out={tmp_path}"])
+    assert story(tmp_path)[0] == straight[0]
+    assert not (tmp_path / f"{checkpoint.ASIDE}policy").exists()
+
+
+def test_the_warm_start_is_said_plainly(tmp_path, capsys):
+    train.main(argv(tmp_path, total_steps=1, method="outcome", **PREPARE))
+    said = capsys.readouterr().out
+    assert (
+        "the tiny model cannot act yet: 40 supervised updates on 60 demonstrations of a noisy expert" in said
+    )
+    assert "success in % on 6 held-out games" in said and "episodes  seconds" in said
+
+
+def test_an_empty_replay_buffer_is_said(first_run, tmp_path, capsys):
+    train.main(argv(tmp_path, total_steps=1, **on(first_run, method="rspo_h")))
+    assert "update 1: the replay buffer is empty, so alpha is 0 for this update" in capsys.readouterr().out
+    line = next(line for line in report.read_lines(tmp_path / "metrics.jsonl") if line["agent"] == "policy")
+    assert (line["alpha"], line["replayed_episodes"]) == (0.0, 0)
+
+
+def test_eval_only_plays_the_panel_of_a_run_and_of_a_model(first_run, tmp_path, monkeypatch, capsys):
+    train.main(["--eval_only", f"--out={first_run}"])
+    found = json.loads((first_run / "eval.json").read_text())
+    panels = [line for line in report.read_lines(first_run / "metrics.jsonl") if "by_type" in line]
+    assert (found["policy"], found["success"], found["turns"]) == ("step_000002", *_panel(panels[-1]))
+    assert len(report.read_lines(first_run / "metrics.jsonl")) == 8  # nothing was added
+    (first_run / "eval.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    options = on(first_run) | {"eval_games": 3}
+    train.main(["--eval_only", *[flag for flag in argv("", **options) if not flag.startswith("--out")]])
+    (written,) = tmp_path.glob("runs/eval-*/eval.json")
+    assert json.loads(written.read_text())["games"] == 3
+    assert "success in % on 3 held-out games" in capsys.readouterr().out
+
+
+def _panel(line):
+    return line["success"], line["turns"]
+
+
+def test_too_long_prompts_for_the_model_are_refused_before_there_is_a_folder(first_run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        train.main(argv(tmp_path / "run", **on(first_run, max_prompt_tokens=5000)))
+    assert exit.value.code == 2 and not (tmp_path / "run").exists()
+    assert "--max_prompt_tokens 5000 with --max_new_tokens 8: the model reads" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_sigkill_ends_as_a_straight_one(tmp_path):
+    command = [sys.executable, "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"total_steps": 6, **PREPARE}
+
+    def go(flags, seconds=None):
+        process = subprocess.Popen(
+            [*command, *flags],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            _, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            return False
+        assert process.returncode == 0, errors
+        return True
+
+    began = time.perf_counter()
+    assert go(argv(tmp_path / "straight", **options))
+    whole = time.perf_counter() - began
+    rng, folder = random.Random(0), tmp_path / "killed"
+    for _ in range(6):
+        started = (folder / "config.json").exists()
+        flags_now = ["--resume", f"--out={folder}"] if started else argv(folder, **options)
+        go(flags_now, rng.uniform(0.2, 1.0) * whole)
+    assert go(["--resume", f"--out={folder}"])
+    assert_same_story(folder, tmp_path / "straight")
