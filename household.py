@@ -39,8 +39,8 @@ SIZES = {"train": 100_000, "eval": 300}
 EVAL_SHARE = 3  # one game in three can only be an eval game
 NOTHING = "Nothing happens."
 
-# Every word of every text and command; the names with their numbers ("mug 1") are one word each. Words stand in
-# lower case too: any of them may come back in an action, and actions are lower-cased.
+# Every word of every text and command; a name with its number ("mug 1") is one word. All stand in lower case
+# too: any of them may come back in an action, and actions are lower-cased.
 _WORDS = """
 You are in the middle of a room Looking quickly around you see and nothing arrive at The is open closed In it
 On the close pick up from move to clean heat cool using turn on facing Next carrying not anything There ' s
