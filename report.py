@@ -12,8 +12,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
 import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import torch
 
 from buffer import StopReason, Trajectory
 
@@ -210,6 +216,38 @@ def wandb(project: str, folder: Path, config: dict):
     return lambda line: run.log(_numbers(line))
 
 
+# --- the circumstances --------------------------------------------------------------------------------------
+
+
+def how_and_where(argv: list[str], threads: int) -> dict:
+    """For run.json: the command, when, with which versions of what, on which machine."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "argv": argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions,
+        "commit": commit(),
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {threads} torch threads, {gpu}",
+    }
+
+
+def commit() -> str | None:
+    """Of this code, if it lies in a git repository; with a + if files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    except OSError:  # no git here
+        return None
+    return head.stdout.strip() + "+" * bool(changed.stdout) if head.returncode == 0 else None
+
+
 # --- curves -------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +259,7 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
     from matplotlib import pyplot
 
     def points(agent: str, x: str, y: str) -> tuple[list, list]:
+        x = "explorer_update" if (agent, x) == ("explorer", "update") else x
         with_both = [line for line in lines if line["agent"] == agent and x in line and y in line]
         return [line[x] for line in with_both], [line[y] for line in with_both]
 
@@ -229,7 +268,10 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
     names = {"policy": "A", "explorer": "B"}
     success = axes[0, :2]
     for ax, x, label in zip(
-        success, ("update", "environment_episodes"), ("updates of A", "environment episodes"), strict=True
+        success,
+        ("update", "environment_episodes"),
+        ("updates (of A; of B)", "environment episodes"),
+        strict=True,
     ):
         for agent in ("explorer", "policy"):
             ax.plot(
@@ -266,7 +308,7 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
             what = {"lw": 1, "color": "tab:green"} if replayed else style[agent]
             if xs:
                 ax.plot(xs, ys, **what, label=f"{names[agent]}, replayed" if replayed else names[agent])
-        ax.set(xlabel="updates of A", ylabel=label)
+        ax.set(xlabel="updates (of A; of B)", ylabel=label)
         if ax.lines:
             ax.legend(fontsize=8)
     for ax in axes.flat:

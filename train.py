@@ -23,14 +23,11 @@ import dataclasses
 import errno
 import functools
 import json
-import platform
-import subprocess
 import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -320,39 +317,11 @@ def describe(args: Args, folder: Path, argv: list[str]) -> None:
     path = folder / "run.json"
     facts = json.loads(path.read_text()) if path.exists() else {}
     if facts:
-        facts.setdefault("resumed", []).append(how_and_where(args, argv))
+        facts.setdefault("resumed", []).append(report.how_and_where(argv, args.threads))
     else:
-        facts = how_and_where(args, argv)
+        facts = report.how_and_where(argv, args.threads)
     checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
     checkpoint.write_text(folder / "config.json", config_text(args))
-
-
-def how_and_where(args: Args, argv: list[str]) -> dict:
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return {
-        "argv": argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "versions": versions,
-        "commit": commit(),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores, {args.threads} torch threads, {gpu}",
-    }
-
-
-def commit() -> str | None:
-    """Of this code, if it lies in a git repository; with a + if files differ from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
-    except OSError:  # no git here
-        return None
-    return head.stdout.strip() + "+" * bool(changed.stdout) if head.returncode == 0 else None
 
 
 # --- a run --------------------------------------------------------------------------------------------------

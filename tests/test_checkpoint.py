@@ -65,7 +65,7 @@ def toy_pieces(monkeypatch):
     monkeypatch.setattr(train, "make_world", make_world)
     monkeypatch.setattr(train, "make_policy", lambda args, base: SavedToy())
     monkeypatch.setattr(train, "step_rewards", lambda *_: CountingScorer())
-    monkeypatch.setattr(train, "commit", lambda: None)
+    monkeypatch.setattr(report, "commit", lambda: None)
     monkeypatch.setattr(report, "draw_curves", lambda lines, path, title: None)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -376,6 +377,27 @@ def test_eval_only_plays_the_panel_of_a_run_and_of_a_model(first_run, tmp_path, 
 
 def _panel(line):
     return line["success"], line["turns"]
+
+
+def test_listeners_hear_every_agent_over_its_own_updates(tmp_path, monkeypatch):
+    heard, defined = [], {}
+
+    class FakeRun:
+        def define_metric(self, name, step_metric):
+            defined[name] = step_metric
+
+        log = staticmethod(heard.append)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: FakeRun()))
+    listen = report.wandb("project", tmp_path, {})
+    listen({"agent": "explorer", "update": 3, "explorer_update": 5, "success": 0.5})
+    listen({"agent": "evaluation", "update": 6, "by_type": {"Pick": {"games": 9, "success": 0.25}}})
+    assert heard == [
+        {"explorer/update": 3, "explorer/explorer_update": 5, "explorer/success": 0.5},
+        {"evaluation/update": 6, "evaluation/success/Pick": 0.25},
+    ]
+    assert defined["explorer/*"] == "explorer/explorer_update"
+    assert defined["policy/*"] == "policy/update" and defined["evaluation/*"] == "evaluation/update"
 
 
 def test_too_long_prompts_for_the_model_are_refused_before_there_is_a_folder(first_run, tmp_path, capsys):
