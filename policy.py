@@ -381,6 +381,7 @@ def _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, se
         num_key_value_heads=heads,
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
+        initializer_range=0.1,  # the usual 0.02 is for wide models: a model this narrow hardly learns from it
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -683,7 +684,7 @@ def warm_start(
     demonstrations: list[Trajectory],
     *,
     updates: int,
-    rows_per_update: int,
+    turns_per_update: int,
     learning_rate: float,
     seed: int = 0,
     warmup: float = 0.1,
@@ -692,7 +693,8 @@ def warm_start(
 ) -> list[float]:
     """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
     demonstrated action tokens. The learning rate rises over the first `warmup` share of updates, then falls
-    to 0. Rows are shuffled anew each time all were seen. Returns the loss of each update."""
+    to 0. An update takes rows until they hold `turns_per_update` turns, in an order that is shuffled anew
+    when all were seen. Returns the loss of each update."""
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
     rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
     rng, order, dtype = random.Random(seed), [], base.model.dtype
@@ -705,9 +707,10 @@ def warm_start(
         optimizer.param_groups[0]["lr"] = learning_rate * min(
             (update + 1) / rise, (updates - update) / max(1, updates - rise)
         )
-        while len(order) < rows_per_update:
-            order += rng.sample(range(len(rows)), len(rows))
-        chosen: list[Row] = [rows[order.pop()] for _ in range(rows_per_update)]
+        chosen: list[Row] = []
+        while sum(len(row.spans) for row in chosen) < turns_per_update:
+            order = order or rng.sample(rows, len(rows))
+            chosen.append(order.pop())
         count, total = sum(row.action_tokens for row in chosen), 0.0
         for batch in micro_batches(chosen, micro_batch_tokens, base.chat.pad_id, base.device):
             loss = -base.score(base.model, batch, temperature=1.0)[0].sum() / count

@@ -133,7 +133,7 @@ class KVSampler:
         tokens = torch.zeros(count, max_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(count, max_tokens, device=device)
         lengths = torch.full((count,), max_tokens, device=device)
-        # The rows that are decoded. Those that are done ride along, hidden, until they are half
+        # The rows that are decoded. Those that are done ride along unread until they are half
         rows, live = torch.arange(count, device=device), torch.ones(count, dtype=torch.bool, device=device)
         positions = torch.tensor([len(prompt) for prompt in prompts], device=device)
         cache, real, parents = self._cache, self._real, []
@@ -152,7 +152,7 @@ class KVSampler:
                 parents.append((cache, keep))
                 cache, live = cache.take(keep), live[keep]
                 rows, token, positions, real = (x[keep] for x in (rows, token, positions, real))
-            real = torch.cat([real, live[:, None]], dim=1)
+            real = torch.nn.functional.pad(real, (0, 1), value=True)
             mask = hide(real[:, None], model)
             hidden = policy.hidden(token[:, None], mask, positions[:, None], cache)[:, -1]
             cache.columns += 1

@@ -35,7 +35,7 @@ def tiny(seed=0, **sizes):
     with torch.no_grad():  # far from the near-uniform start, so that differences show
         for p in base.model.parameters():
             if p.ndim == 2:
-                p.mul_(10)
+                p.mul_(2)
     return base
 
 
@@ -538,6 +538,16 @@ def test_a_fork_continues_as_its_original_would(rank):
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, explorer.parameters, strict=True))
 
 
+def test_an_adapter_starts_from_the_seed_alone():
+    starts = []
+    for seed, drawn_before in ((0, 1), (0, 2), (1, 1)):
+        base = tiny()
+        torch.manual_seed(drawn_before)
+        starts.append(agent(base, 4, seed=seed).parameters[0])
+        assert torch.initial_seed() == drawn_before
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
+
+
 def test_a_discarded_explorer_is_dead_until_the_next_fork():
     policy = agent(tiny())
     explorer = policy.fork("explorer")
@@ -767,7 +777,7 @@ def test_warm_start_teaches_the_base_and_is_reproducible():
     demonstrations = [episode(2, seed=seed) for seed in range(4)]
     before = agent(tiny()).logprobs(BATCH)[0].detach()
     seen = []
-    settings = {"updates": 40, "rows_per_update": 3, "learning_rate": 3e-3, "seed": 1}
+    settings = {"updates": 40, "turns_per_update": 3, "learning_rate": 3e-3, "seed": 1}
     losses = warm_start(base, demonstrations, **settings, progress=lambda update, loss: seen.append(update))
     assert seen == list(range(40)) and losses[-1] < 0.5 * losses[0]
     assert warm_start(again, demonstrations, **settings, micro_batch_tokens=1) == pytest.approx(
