@@ -298,9 +298,7 @@ class Base:
         )
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             torch.manual_seed(seed)  # the seed's own draws, whatever was drawn before
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # peft reads a property that transformers deprecates
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses what transformers deprecates
             if self.peft is None:
                 self.peft = peft.get_peft_model(self.model.requires_grad_(False), config, adapter_name=name)
             else:
@@ -322,9 +320,8 @@ class Base:
             self.peft.set_adapter(name)
         self.active = name
         for key, p in self.model.named_parameters():
-            assert p.requires_grad == (".lora_" in key and f".{name}." in key), (
-                f"{name} in use, wrong for {key}"
-            )
+            mine = ".lora_" in key and f".{name}." in key
+            assert p.requires_grad == mine, f"{key} with adapter {name} in use"
 
     def save(self, folder: str | Path) -> None:
         """What `load_base` loads. Adapters that are saved later name this folder as their base."""
