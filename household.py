@@ -53,7 +53,7 @@ VOCABULARY = tuple(
         + _WORDS.lower().split()
         + [name for r in RECEPTACLES for name in (r.removesuffix(" 1"), r)]
         + [name for thing in THINGS for name in (thing, f"{thing} 1", f"{thing} 2")]
-        + [LAMP]
+        + [LAMP, "go to"]
     )
 )
 

@@ -130,8 +130,8 @@ class Chat:
 
 
 # Words that tell a tiny model nothing are left out of its prompts; no action holds one of them.
-SILENT = r"\b(?:a|an|the|you|see|and|is|are|it|of|middle|looking|quickly|around)\b|[,.]"
-UNIT = r"[a-z]+ \d+|[a-z]+|\d+|[^\sa-z\d]"  # "mug 1" is one token
+SILENT = r"\b(?:a|an|the|you|see|and|is|are|it|of|middle|room|looking|quickly|around|arrive|at|on|in)\b|[,.]"
+UNIT = r"go to|[a-z]+ \d+|[a-z]+|\d+|[^\sa-z\d]"  # "mug 1" is one token, and so is the verb "go to"
 TINY_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<assistant>{{ message.content }}<end>"
     "{% else %}<user>{{ message.content }}{% endif %}{% endfor %}"

@@ -10,6 +10,8 @@ Shapes: B rows, T tokens, G groups, N episodes per group, S steps of an episode.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
 import time
@@ -247,12 +249,11 @@ def token_advantages(on: list[list[Row]], off: list[list[Row]], which: str, conf
                 ):
                     setattr(row, name, torch.zeros(len(mask)).masked_scatter(mask, part))
     rows = [row for episode in on + off for row in episode]
-    replayed = sum(len(row.input_ids) for episode in off for row in episode)
     mask = torch.cat([row.action_mask for row in rows])
-    statistics_mask = mask.clone()
-    statistics_mask[len(mask) - replayed :] = False
-    whitened = whiten(torch.cat([row.advantages for row in rows]), mask, statistics_mask)
-    for row, part in zip(rows, whitened.split([len(row.input_ids) for row in rows]), strict=True):
+    on_policy = torch.arange(len(mask)) < sum(len(row.input_ids) for episode in on for row in episode)
+    values = torch.cat([row.advantages for row in rows])
+    values = whiten(values, mask & on_policy) + whiten(values, mask & ~on_policy, statistics_mask=mask)
+    for row, part in zip(rows, values.split([len(row.input_ids) for row in rows]), strict=True):
         row.advantages = part
 
 
@@ -290,14 +291,17 @@ def score_rows(agent, rows: list[Row], config: Config, behavior_logprobs: bool =
 
 
 def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row]]:
-    """Shuffle the rows and cut them into `parts` runs of about equally many turns."""
+    """Shuffle the rows and cut them into `parts` runs of about equally many turns, none empty if rows suffice."""
     rows = rng.sample(rows, len(rows))
-    total = sum(len(row.spans) for row in rows)
-    runs, before = [[] for _ in range(parts)], 0
-    for row in rows:
-        runs[min(parts - 1, (2 * before + len(row.spans)) * parts // (2 * total))].append(row)
-        before += len(row.spans)
-    return runs
+    ends = list(itertools.accumulate(len(row.spans) for row in rows))
+    middles = [end - len(row.spans) / 2 for end, row in zip(ends, rows, strict=True)]
+    cuts = [0]
+    for part in range(1, parts):
+        cut = bisect.bisect(middles, ends[-1] * part / parts) if rows else 0
+        if len(rows) >= parts:
+            cut = min(max(cut, cuts[-1] + 1), len(rows) - (parts - part))
+        cuts.append(cut)
+    return [rows[start:end] for start, end in zip(cuts, [*cuts[1:], len(rows)], strict=True)]
 
 
 class Totals:

@@ -186,10 +186,23 @@ def test_replayed_ppo_tokens_do_not_enter_the_whitening():
 
     on, off = [rows(1.0), rows(0.0)], [rows(1.0), rows(1.0), rows(1.0)]
     rspo.token_advantages(on, off, "outcome", config)
-    # on-policy 1, 0: mean .5, std .70711 -> +-.70711; a replayed success is worth what an on-policy one is
-    assert [row[0].advantages[4].item() for row in on + off] == pytest.approx(
-        [0.70711, -0.70711] + [0.70711] * 3, abs=1e-4
-    )
+    # on-policy 1, 0: mean .5, std .70711 -> +-.70711
+    assert [row[0].advantages[4].item() for row in on] == pytest.approx([0.70711, -0.70711], abs=1e-4)
+    # all 1, 0, 1, 1, 1: mean .8, std sqrt((.64 + 4 * .04) / 4) = .44721 -> (1 - .8) / .44721 = .44721
+    assert [row[0].advantages[4].item() for row in off] == pytest.approx([0.44721] * 3, abs=1e-4)
+
+
+def test_without_an_on_policy_success_replayed_ppo_advantages_stay_bounded():
+    config = Config(algo="ppo", reward_scale=10.0, invalid_penalty=0.01)
+    episodes = [episode(0.0, [step(action_ids=[5], valid=i > 0)]) for i in range(7)] + [
+        episode(1.0, [step([5])])
+    ]
+    rows = [rows_of(one) for one in episodes]
+    for (row,) in rows:
+        row.old_values = torch.zeros(5)
+    rspo.token_advantages(rows[:7], rows[7:], "outcome", config)
+    # one success in eight: about (10 - 1.25) / 3.5355 = 2.475, though the on-policy std is only .0038
+    assert rows[7][0].advantages[4].item() == pytest.approx(2.475, abs=1e-2)
 
 
 def collected(config, policy, world=None):
@@ -342,6 +355,19 @@ def test_minibatches_share_out_both_sources_evenly():
     runs = rspo.split_rows(rows, 4, random.Random(0))
     assert [sum(len(row.spans) for row in run) for run in runs] == [2, 2, 2, 2]
     assert sorted(id(row) for run in runs for row in run) == sorted(map(id, rows))
+
+
+def test_no_minibatch_is_empty_while_there_are_rows_enough():
+    chat = [[2, 6, 3, *[5, 1, 2, 7, 3] * i] for i in range(14)]  # an append-only chat of 14 turns is one row
+    long = rows_of(episode(0.0, [step(prompt_ids=prompt) for prompt in chat]))
+    short = [row for _ in range(3) for row in rows_of(episode(1.0, [step()]))]
+    assert len(long) == 1
+    for seed in range(20):
+        runs = rspo.split_rows(long + short, 4, random.Random(seed))
+        assert [len(run) for run in runs] == [1, 1, 1, 1]
+    runs = rspo.split_rows(short, 5, random.Random(0))
+    assert sum(map(len, runs)) == 3 and len(runs) == 5
+    assert rspo.split_rows([], 3, random.Random(0)) == [[], [], []]
 
 
 def test_rspo_h_replays_its_own_last_groups_oldest_out_first():
