@@ -498,5 +498,5 @@ def test_the_vocabulary_covers_everything_said_and_done():
     assert len(vocabulary) == len(env.vocabulary) < 200
     assert said <= vocabulary and acted <= vocabulary
     lowered = {word.lower() for word in vocabulary if word != word.lower()}
-    dead = vocabulary - said - acted - lowered
+    dead = vocabulary - said - acted - lowered - {"go to"}  # the tiny tokenizer's one token, two words here
     assert not [word for word in dead if not word[-1].isdigit()]
