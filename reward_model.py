@@ -203,9 +203,7 @@ class StepRewardModel(nn.Module):
         self.eval()
         self.requires_grad_(True)
         _cast(self, torch.float32)
-        optimizer = torch.optim.AdamW(
-            self.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=self.device.type in ("cpu", "cuda")
-        )
+        optimizer = torch.optim.AdamW(self.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
         order: list[list[Row]] = []
         for update in range(updates):
             if not order:

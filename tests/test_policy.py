@@ -283,8 +283,7 @@ def test_tiny_tokenizer_keeps_actions_and_shortens_prompts():
     assert names == [
         "<user>",
         "look",
-        "go",
-        "to",
+        "go to",
         "desk 1",
         "|",
         "nothing",

@@ -14,7 +14,7 @@ from sampler import Cache, KVSampler, Sample, draw
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 
-WORDS = ["go to desk 1", "take mug 1 from bed 1", "inventory look", "nothing here open closed hot", "|;"]
+WORDS = ["go to desk 1", "take mug 1 from bed 1", "inventory look", "nothing here open closed hot cold", "|;"]
 OTHERS = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
 
 
