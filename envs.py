@@ -46,6 +46,7 @@ class Env(Protocol):
     task_types: tuple[str, ...]
     step_limit: int  # default turns per episode
     vocabulary: tuple[str, ...] | None  # every word it says or accepts; None where that is open
+    look_around: str  # the action of one who hesitates: it changes nothing
 
     def size(self, split: str) -> int:
         """The number of games in "train" or "eval"."""
@@ -156,6 +157,7 @@ class Household:
     task_types = household.TASK_TYPES
     step_limit = household.STEP_LIMIT
     vocabulary = household.VOCABULARY
+    look_around = "look"
 
     def size(self, split: str) -> int:
         return household.SIZES[split]

@@ -68,8 +68,8 @@ class Args(rspo.Config):
     # episodes
     context: Literal["window", "full"] = "window"
     """window: a fresh prompt per turn, with the last turns as text; full: one chat that only grows."""
-    history: int = 2
-    """Past turns that a window prompt shows."""
+    history: int | None = None
+    """Past turns that a window prompt shows. tiny: 1 (its prompts hold notes of the past), else 2."""
     max_turns: int | None = None
     """Turns per episode. Default: the environment's."""
     max_prompt_tokens: int | None = None
@@ -92,13 +92,15 @@ class Args(rspo.Config):
     # warm start
     warm_start: int | None = None
     """Supervised updates on demonstrations, for a model that cannot act yet; 0: none. tiny: 450, else 0."""
-    warm_start_episodes: int = 3000
-    """Demonstrations: training games by an expert that searches, mixed with random admissible actions."""
-    expert_share: float = 0.35
-    """Share of the expert's actions in the demonstrations; the rest are random."""
-    warm_start_turns: int = 256
+    warm_start_episodes: int = 2000
+    """Demonstrations: training games by an expert that searches, hesitates and errs."""
+    expert_share: float = 0.5
+    """Share of the demonstrated turns that are the expert's own."""
+    hesitation_share: float = 0.45
+    """Share of them in which it just looks around once more; in the rest it errs: any admissible action."""
+    warm_start_turns: int = 128
     """Demonstrated turns per supervised update."""
-    warm_start_lr: float = 2e-3
+    warm_start_lr: float = 4e-3
     """Peak learning rate of the warm start."""
 
     # step reward model
@@ -108,11 +110,9 @@ class Args(rspo.Config):
     """Folder or hub id of the model it is made of. Default: the starting model."""
     reward_model_source: Literal["expert", "policy"] | None = None
     """Who plays the episodes it is fitted on. Default: the noisy expert if there is one, else the policy."""
-    reward_model_episodes: int = 4000
+    reward_model_episodes: int = 2000
     """Episodes it is fitted on; a tenth of them is held out for the report on its fit."""
-    reward_model_expert_share: float = 0.35
-    """Share of the expert's actions in these episodes."""
-    reward_model_epochs: int = 4
+    reward_model_epochs: int = 2
     """Passes over these episodes."""
     reward_model_lr: float | None = None
     """Peak learning rate of its fit. tiny: 1e-3, else 1e-5."""
@@ -155,6 +155,10 @@ class Args(rspo.Config):
                 why = "is empty; give a value or leave the flag out"
             if why:
                 refuse(self, name, why)
+        if self.expert_share + self.hesitation_share > 1:
+            refuse(
+                self, "hesitation_share", f"and --expert_share {self.expert_share} must not exceed 1 together"
+            )
         try:
             super().__post_init__()
         except ValueError as error:
@@ -165,7 +169,7 @@ BOUNDS = {  # of the numbers above that may be 0
     **dict.fromkeys(
         ("lora_rank", "weight_decay", "history", "eval_temperature", "warm_start"), (0, math.inf)
     ),
-    **dict.fromkeys(("expert_share", "reward_model_expert_share"), (0, 1)),
+    **dict.fromkeys(("expert_share", "hesitation_share"), (0, 1)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 0.9999)),
 }
 OF_THE_CALL = ("out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
@@ -196,6 +200,7 @@ def resolve(args: Args, env: Env) -> Args:
         "max_turns": env.step_limit,
         "max_prompt_tokens": (1024 if full else 256) if tiny else (8192 if full else 2048),
         "max_new_tokens": 16 if tiny else 512,
+        "history": 1 if tiny else 2,
         "warm_start": 450 if tiny else 0,
         "reward_model_source": "expert" if has_expert(env) else "policy",
         "reward_model_lr": 1e-3 if tiny else 1e-5,

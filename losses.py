@@ -111,8 +111,8 @@ def whiten(advantages: Tensor, mask: Tensor, statistics_mask: Tensor | None = No
     """(A - mean) / (std + 1e-6) over all tokens of the mask, 0 where masked   (PPO; std with ddof 1)
 
     All of one shape. `statistics_mask` says which entries give mean and std where that is not the mask:
-    replayed tokens are put on the scale of the on-policy ones without entering it. Fewer than two such
-    entries leave the advantages as they are; entries without spread only centre them.
+    replayed tokens are put on the scale of the whole batch. Fewer than two such entries leave the advantages
+    as they are; entries without spread only centre them.
     """
     statistics_mask = mask if statistics_mask is None else statistics_mask
     _check(mask, advantages)

@@ -17,8 +17,6 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from sampler import Sample, Sampler
-
 from buffer import Group, Step, StopReason, Trajectory
 from envs import (
     Env,
@@ -31,6 +29,7 @@ from envs import (
     system_message,
     window_message,
 )
+from sampler import Sample, Sampler
 
 NO_ACTION = "no action"  # shown in the prompt's history in place of one that could not be read
 
@@ -229,21 +228,24 @@ class World:
             policy, temperature, [("eval", index, f"eval {index}") for index in range(games)]
         )
 
-    def demonstrations(self, episodes: int, expert_share: float) -> list[Trajectory]:
-        """Training games played by the searching expert, each turn with probability 1 - `expert_share` at
-        random.
+    def demonstrations(self, episodes: int, expert_share: float, hesitation_share: float):
+        """Training games of an expert that searches, hesitates and errs, for a warm start: list of episodes.
 
-        The expert knows nothing hidden. They are games of the training split, drawn independently of the
-        task stream.
+        Each turn is the searching expert's with probability `expert_share` (it knows nothing hidden), a look
+        around with `hesitation_share`, else a random admissible action. Games are drawn independently of the
+        task stream, and demonstration i is the same however many are asked for.
         """
 
         def answer(live: list[Episode]) -> list[Sample]:
             samples = []
             for episode in live:
-                expert = episode.rng.random() < expert_share
-                action = (
-                    episode.env.searching_expert() if expert else episode.rng.choice(episode.view.admissible)
-                )
+                chance, admissible = episode.rng.random(), episode.view.admissible
+                if chance < expert_share:
+                    action = episode.env.searching_expert()
+                elif chance < expert_share + hesitation_share and episode.env.look_around in admissible:
+                    action = episode.env.look_around
+                else:
+                    action = episode.rng.choice(admissible)
                 ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
                 samples.append(Sample(ids, [0.0] * len(ids), stopped=True))
             return samples

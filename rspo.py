@@ -38,8 +38,7 @@ from losses import (
 
 @dataclass(frozen=True)
 class Config:
-    """The knobs of Algorithm 1. Defaults are those of the embedded household run; presets hold the paper's
-    values."""
+    """The knobs of Algorithm 1. Defaults are those of the embedded household run."""
 
     method: Literal["rspo", "outcome", "dense", "rspo_h", "rspo_o"] = "rspo"
     """rspo: the paper's method; outcome, dense: A alone on that reward; rspo_h: no B, A replays its own last
@@ -48,7 +47,7 @@ class Config:
     """The estimator of advantages that RSPO wraps."""
     seed: int = 0
     """Seed of every random draw of the run."""
-    total_steps: int = 60
+    total_steps: int = 45
     """Updates of A; B's updates are not counted. A multiple of k."""
     k: int = 3
     """k: updates per phase, of B and then of A."""
@@ -291,7 +290,7 @@ def score_rows(agent, rows: list[Row], config: Config, behavior_logprobs: bool =
 
 
 def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row]]:
-    """Shuffle the rows and cut them into `parts` runs of about equally many turns, none empty if rows suffice."""
+    """Shuffle the rows and cut them into runs of about equally many turns, none empty if rows suffice."""
     rows = rng.sample(rows, len(rows))
     ends = list(itertools.accumulate(len(row.spans) for row in rows))
     middles = [end - len(row.spans) / 2 for end, row in zip(ends, rows, strict=True)]
@@ -369,7 +368,7 @@ def update(
     )
     if not on_rows:
         raise RuntimeError(
-            "no episode of this update can be trained on: all crashed or have a reward that is not finite"
+            "no episode of this update can be trained on: all crashed or their reward is not finite"
         )
 
     score_rows(agent, on_rows + off_rows, config)
@@ -386,7 +385,8 @@ def update(
 
     alpha = config.off_policy_fraction if off_rows else 0.0
     turns = sum(len(row.spans) for row in on_rows + off_rows)
-    parts = min(max(1, round(turns / config.minibatch_turns)), len(on_rows))
+    parts = max(1, round(turns / config.minibatch_turns))
+    parts = min(parts, len(on_rows), len(off_rows) or parts)  # every minibatch holds something of each source
     totals = Totals()
     for _ in range(config.epochs):
         minibatches = zip(split_rows(on_rows, parts, rng), split_rows(off_rows, parts, rng), strict=True)

@@ -41,6 +41,8 @@ from envs import make_env
 from flags import Args, UsageError, config_text, prepare
 from rollout import Dialogue, World
 
+Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
+
 # --- the pieces of a run ------------------------------------------------------------------------------------
 
 
@@ -68,7 +70,7 @@ def load_start(args: Args, folder: Path | None):
             d_model=args.tiny_width,
             layers=args.tiny_layers,
             heads=args.tiny_heads,
-            intermediate=4 * args.tiny_width,
+            intermediate=2 * args.tiny_width,
             max_length=args.max_prompt_tokens + args.max_new_tokens,
             seed=args.seed,
             dtype=args.dtype,
@@ -101,7 +103,15 @@ def make_world(args: Args, chat, seed: int | str) -> World:
     )
 
 
-def warm_started(args: Args, folder: Path, base, world: World):
+def demonstrator(args: Args) -> str:
+    left = 1 - args.expert_share - args.hesitation_share
+    return (
+        f"an expert that searches ({args.expert_share:.0%} of the turns), hesitates "
+        f"({args.hesitation_share:.0%}) and errs ({left:.0%})"
+    )
+
+
+def warm_started(args: Args, folder: Path, base, demonstrated: Demonstrated):
     """The starting model, taught to act if --warm_start asks for it; saved in start/ if it was made here."""
     from policy import warm_start
 
@@ -110,11 +120,10 @@ def warm_started(args: Args, folder: Path, base, world: World):
     if args.warm_start:
         who = "the tiny model" if args.model == "tiny" else args.model
         say(
-            f"warm start: {who} cannot act yet: {args.warm_start} supervised updates on "
-            f"{args.warm_start_episodes:,} demonstrations of a noisy expert (one that searches chooses "
-            f"{args.expert_share:.0%} of the actions, chance the rest). This is not part of RSPO"
+            f"warm start, not part of RSPO: {who} cannot act yet, so it first has {args.warm_start} "
+            f"supervised updates on {args.warm_start_episodes:,} games played by {demonstrator(args)}"
         )
-        demonstrations = world.demonstrations(args.warm_start_episodes, args.expert_share)
+        demonstrations = demonstrated(args.warm_start_episodes)
         solved = sum(episode.success for episode in demonstrations) / len(demonstrations)
         with bar(args.warm_start, "warm start", leave=False) as progress:
 
@@ -155,20 +164,19 @@ def make_policy(args: Args, base):
     )
 
 
-def step_rewards(args: Args, folder: Path, base, policy, world: World):
+def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstrated):
     """The step reward model: the one given, the one this run has fitted before, or a new one."""
     from reward_model import StepRewardModel
 
     about = {"dtype": getattr(torch, args.dtype), "micro_batch_tokens": args.micro_batch_tokens}
     made = Path(args.reward_model) if args.reward_model else folder / "reward_model"
     if not made.is_dir():
-        count = f"step reward model: {args.reward_model_episodes:,} episodes of the"
+        count = f"step reward model: fitted on {args.reward_model_episodes:,} games played by"
         if args.reward_model_source == "expert":
-            share = args.reward_model_expert_share
-            say(f"{count} noisy expert (it chooses {share:.0%} of the actions, chance the rest)")
-            episodes = world.demonstrations(args.reward_model_episodes, share)
+            say(f"{count} {demonstrator(args)}")
+            episodes = demonstrated(args.reward_model_episodes)
         else:
-            say(f"{count} starting policy")
+            say(f"{count} the starting policy")
             alone = dataclasses.replace(args, method="outcome", algo="ppo")  # every episode another task
             apart = make_world(alone, base.chat, f"{args.seed} step reward model")
             episodes = [group.trajectories[0] for group in apart.collect(policy, args.reward_model_episodes)]
@@ -372,9 +380,15 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, started: float
     say(f"run folder: {folder}" + (f", continued from {newest.name}" if newest else ""))
 
     world = make_world(args, base.chat, args.seed)
-    base = warm_started(args, folder, base, world)
+
+    @functools.cache  # the step reward model may be fitted on those of the warm start
+    def demonstrated(episodes: int) -> list[Trajectory]:
+        return world.demonstrations(episodes, args.expert_share, args.hesitation_share)
+
+    base = warm_started(args, folder, base, demonstrated)
     policy = make_policy(args, base)
-    dense_reward = step_rewards(args, folder, base, policy, world) if args.uses_dense_reward else None
+    dense_reward = step_rewards(args, folder, base, policy, demonstrated) if args.uses_dense_reward else None
+    demonstrated.cache_clear()
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
     if newest:
         policy.load_state_dicts(saved.tensors)

@@ -1,13 +1,15 @@
 """Playing episodes: what is recorded and shown, how they end, and that none depends on its neighbours."""
 
+import dataclasses
 import random
 
-from sampler import Sample
+import pytest
 from toy import ToyChat, ToyEnv, ToyPolicy, ToySampler, toy_world
 
 from buffer import StopReason, rows_of
 from envs import EnvironmentCrashed
 from rollout import Dialogue, World
+from sampler import Sample
 
 
 class Scripted(ToySampler):
@@ -201,10 +203,31 @@ def test_evaluation_plays_the_fixed_panel_at_its_own_temperature_and_is_not_coun
     assert [e.to_dict() for e in panel] == [e.to_dict() for e in again]
 
 
-def test_demonstrations_mix_the_expert_with_random_actions():
-    expert = toy_world().demonstrations(20, expert_share=1.0)
+class Open(ToyEnv):
+    """The toy with one more door to look at, which leads nowhere."""
+
+    def _view(self):
+        return dataclasses.replace(super()._view(), admissible=("left", "look", "right"))
+
+
+def test_demonstrations_mix_the_expert_with_hesitation_and_random_actions():
+    expert = toy_world().demonstrations(20, expert_share=1.0, hesitation_share=0.0)
     assert all(episode.success for episode in expert)
     assert expert[0].steps[0].action_ids == [5, 1] and expert[0].steps[0].valid
-    mixed = toy_world().demonstrations(200, expert_share=0.5)
-    lefts = sum(step.action == "left" for episode in mixed for step in episode.steps) / 600
-    assert 0.2 < lefts < 0.3  # half of the half that is random
+
+    def share(of, world, **shares):
+        episodes = world.demonstrations(400, **shares)
+        return sum(step.action == of for episode in episodes for step in episode.steps) / 1200
+
+    half = {"expert_share": 0.5, "hesitation_share": 0.0}
+    assert share("left", toy_world(), **half) == pytest.approx(
+        0.25, abs=0.04
+    )  # half of the half that is random
+    shares = {"expert_share": 0.4, "hesitation_share": 0.3}
+    assert share("look", toy_world(make_env=Open), **shares) == pytest.approx(0.4, abs=0.04)  # .3 + .3 / 3
+    assert share("left", toy_world(), **shares) == pytest.approx(0.3, abs=0.04)  # nothing to look at: .6 / 2
+
+
+def test_demonstration_i_is_the_same_however_many_are_asked_for():
+    few, many = (toy_world().demonstrations(n, 0.5, 0.2) for n in (3, 9))
+    assert [episode.to_dict() for episode in few] == [episode.to_dict() for episode in many[:3]]

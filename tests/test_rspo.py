@@ -43,7 +43,7 @@ def test_every_method_runs_with_every_algorithm_in_both_contexts(method, algo, c
         method in ("rspo", "rspo_o")
     )
     assert all(math.isfinite(value) for _, metrics, _ in lines for value in metrics.values())
-    # A: 4 updates on 3 of 4 tasks (all 4 if nothing is replayed) x 4 episodes; B: the same, and 2 x 3 x 4 stored
+    # A: 4 updates on 3 of 4 tasks (all if nothing is replayed) x 4 episodes; B: the same, 2 x 3 x 4 stored
     on = 4 * 16 if method in ("outcome", "dense") else 4 * 12
     assert world.episodes == (on + 4 * 12 + 24 if method in ("rspo", "rspo_o") else on)
     assert policy.version >= 4
@@ -148,7 +148,7 @@ def test_gigpo_adds_the_step_advantage_of_equal_observations_inside_the_group():
     lost = episode(0.0, [step(observation="a"), step(observation="c")])  # 0 at a
     other = Group("u", [episode(0.0, [step(observation="a")]), episode(0.0, [step(observation="a")])])
     rspo.advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo", gigpo_std=False))
-    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b, c are alone -> 0; the other group's a is its own
+    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b, c alone -> 0; the other group's a is its own
     assert [one.advantage for one in won.steps] == pytest.approx([9.75, 5.0])
     assert [one.advantage for one in lost.steps] == pytest.approx([-9.75, -5.0])
     assert [member.steps[0].advantage for member in other.trajectories] == [0.0, 0.0]
@@ -157,7 +157,7 @@ def test_gigpo_adds_the_step_advantage_of_equal_observations_inside_the_group():
 
 
 def test_ppo_runs_gae_over_the_action_tokens_of_the_whole_episode():
-    # Two turns of two action tokens; values .1 .2 | .3 .4, gamma .9, lambda .8, reward 1 on the very last token.
+    # Two turns of two action tokens; values .1 .2 | .3 .4, gamma .9, lambda .8, reward 1 on the last token.
     # Backwards, deltas 1-.4=.6, .9*.4-.3=.06, .9*.3-.2=.07, .9*.2-.1=.08 and the factor .9*.8=.72:
     # .6, .06+.432=.492, .07+.35424=.42424, .08+.3054528=.3854528
     config = Config(algo="ppo", gamma=0.9, gae_lambda=0.8, reward_scale=1.0)
@@ -252,7 +252,7 @@ def test_the_micro_batch_size_never_changes_the_gradient(algo):
 
 
 def test_j_total_is_two_means_each_over_its_own_tokens():
-    # By hand: nothing is clipped at the first minibatch, so a token's loss is -ratio A / (its source's count).
+    # By hand: nothing is clipped at the first minibatch, so a token's loss is -ratio A / its source's count.
     policy = ToyPolicy()
     config = dataclasses.replace(ONE_STEP, kl_coef=0.0, entropy_coef=0.0, off_policy_fraction=0.25)
     on, off = collected(config, policy), replayed(config, policy)

@@ -348,8 +348,9 @@ def test_the_warm_start_is_said_plainly(tmp_path, capsys):
     train.main(argv(tmp_path, total_steps=1, method="outcome", **PREPARE))
     said = capsys.readouterr().out
     assert (
-        "the tiny model cannot act yet: 40 supervised updates on 60 demonstrations of a noisy expert" in said
+        "the tiny model cannot act yet, so it first has 40 supervised updates on 60 games played by" in said
     )
+    assert "an expert that searches (50% of the turns), hesitates (45%) and errs (5%)" in said
     assert "success in % on 6 held-out games" in said and "episodes  seconds" in said
 
 

@@ -6,11 +6,11 @@ import copy
 import random
 
 import torch
-from sampler import Sample
 from torch import nn
 
 from envs import View
 from rollout import Dialogue, World
+from sampler import Sample
 
 WORDS = [
     "<pad>",
@@ -27,6 +27,7 @@ WORDS = [
     "walk",
     "no",
     "action",
+    "look",
 ]
 
 
@@ -53,6 +54,7 @@ class ToyEnv:
     """Three doors; "right" three times wins. A game's parity is its task type, and changes nothing."""
 
     name, task_types, step_limit, vocabulary = "toy", ("Left", "Right"), 3, tuple(WORDS)
+    look_around = "look"
 
     def size(self, split):
         return {"train": 10, "eval": 4}[split]
