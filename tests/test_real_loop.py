@@ -109,7 +109,7 @@ def test_with_unchanged_weights_every_ratio_is_one_and_every_replayed_one_its_ce
     replayed = [values for values in seen if not torch.equal(values[1], values[2])]
     fresh = [values for values in seen if torch.equal(values[1], values[2])]
     assert fresh and replayed
-    for logprobs, old, behavior in fresh:
+    for logprobs, _, behavior in fresh:
         assert ((logprobs - behavior).exp() - 1).abs().max() < 1e-4
     for logprobs, old, _ in replayed:  # r / c = pi / pi_old
         assert ((logprobs - old).exp() - 1).abs().max() < 1e-4
