@@ -84,7 +84,7 @@ class Args(rspo.Config):
     # evaluation
     eval_games: int = 300
     """Held-out games of the panel; each is played once at the start, at the end and between."""
-    eval_every: int = 15
+    eval_every: int = 9
     """Updates of A between panels; they are played at the end of a loop."""
     eval_temperature: float = 0.4
     """Sampling temperature of the panel; 0 is greedy."""
