@@ -34,7 +34,7 @@ def panel(trajectories: list[Trajectory], task_types: tuple[str, ...]) -> dict:
         "games": len(trajectories),
         "success": _mean([game.success for game in trajectories]),
         "outcome": _mean([game.outcome for game in trajectories]),
-        "turns": _mean([len(game.steps) for game in trajectories]),
+        "turns_per_episode": _mean([len(game.steps) for game in trajectories]),
         "crashed_episodes": sum(game.stop_reason is StopReason.CRASHED for game in trajectories),
         "by_type": by_type,
     }

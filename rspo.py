@@ -492,7 +492,7 @@ def episode_metrics(groups: list[Group], which: str) -> dict[str, float]:
     metrics = {
         "success": mean([episode.success for episode in episodes]),
         "outcome": mean([episode.outcome for episode in episodes]),
-        "turns": mean([len(episode.steps) for episode in episodes]),
+        "turns_per_episode": mean([len(episode.steps) for episode in episodes]),
         "invalid_actions": sum(episode.invalid_actions for episode in episodes) / max(turns, 1),
         "truncated_replies": sum(step.truncated for episode in episodes for step in episode.steps)
         / max(turns, 1),
