@@ -218,20 +218,18 @@ def advantages(groups: list[Group], which: str, config: Config) -> None:
         steps = [step for episode in episodes for step in episode.steps]
         returns = torch.cat([discounted_returns(torch.tensor(r), config.gigpo_gamma) for r in rewards])
         anchors = [(members[id(episode)], step.observation) for episode in episodes for step in episode.steps]
-        for step, advantage in zip(
-            steps, anchor_advantages(returns, anchors, normalize_std).tolist(), strict=True
-        ):
+        step_advantages = anchor_advantages(returns, anchors, normalize_std)
+        for step, advantage in zip(steps, step_advantages.tolist(), strict=True):
             step.advantage += config.gigpo_omega * advantage
 
 
 def token_advantages(on: list[list[Row]], off: list[list[Row]], which: str, config: Config) -> None:
-    """PPO: set every row's advantages and returns, by GAE over its episode's action tokens (observations
-    skipped).
+    """PPO: set every row's advantages and returns, by GAE over its episode's action tokens alone.
 
-    on, off: each episode's rows, with old_values from A's current critic. A step's reward sits on its
-    last action token; the step limit counts as failure, so nothing is bootstrapped. Advantages are
-    whitened by the statistics of the on-policy tokens; replayed ones are put on the same scale without
-    entering them.
+    on, off: each episode's rows, with old_values from the agent's current critic. A step's reward sits on its
+    last action token; the step limit counts as failure, so nothing is bootstrapped. On-policy tokens are
+    whitened by their own statistics, replayed ones by those of the whole batch: while nothing fresh succeeds,
+    on-policy returns have next to no spread, and divided by it a replayed success would be huge.
     """
     for episodes, reward in ((on, which), (off, "outcome")):
         for rows in episodes:
@@ -243,9 +241,8 @@ def token_advantages(on: list[list[Row]], off: list[list[Row]], which: str, conf
             values = torch.cat([row.old_values[mask] for row, mask in zip(rows, masks, strict=True)])
             columns = gae(torch.cat(rewards), values, config.gamma, config.gae_lambda)
             for name, column in zip(("advantages", "returns"), columns, strict=True):
-                for row, mask, part in zip(
-                    rows, masks, column.split([int(m.sum()) for m in masks]), strict=True
-                ):
+                parts = column.split([int(mask.sum()) for mask in masks])
+                for row, mask, part in zip(rows, masks, parts, strict=True):
                     setattr(row, name, torch.zeros(len(mask)).masked_scatter(mask, part))
     rows = [row for episode in on + off for row in episode]
     mask = torch.cat([row.action_mask for row in rows])
@@ -260,16 +257,16 @@ def token_advantages(on: list[list[Row]], off: list[list[Row]], which: str, conf
 
 
 def with_behavior_logprobs(agent, groups: list[Group], config: Config) -> list[Group]:
-    """Store what replay needs: log pi_B of every action token, and A_off inside each whole group, on
-    outcomes."""
+    """Store what replay needs: log pi_B of every action token, and A_off of outcomes inside each whole group.
+
+    PPO's advantages are computed when an episode is drawn, with the critic that A has by then.
+    """
     rows = [row for episode in usable(groups, "outcome") for row in rows_of(episode)]
     score_rows(agent, rows, config, behavior_logprobs=True)
     for row in rows:
         for index, start, end in row.spans:
             row.trajectory.steps[index].behavior_logprobs = row.behavior_logprobs[start:end].tolist()
-    if (
-        config.algo != "ppo"
-    ):  # PPO computes its advantages when the episode is drawn, with A's critic of that day
+    if config.algo != "ppo":
         advantages(groups, "outcome", config)
     return groups
 
@@ -309,29 +306,27 @@ class Totals:
     def __init__(self):
         self.sums, self.counts = {}, {}
 
-    def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + float(total)
-        self.counts[name] = self.counts.get(name, 0.0) + float(count)
+    def add(self, name: str, total: float | torch.Tensor, count: int | torch.Tensor) -> None:
+        """Tensors stay on their device: reading one for every micro-batch would make a GPU wait."""
+        self.sums[name] = self.sums.get(name, 0.0) + total
+        self.counts[name] = self.counts.get(name, 0) + count
 
     def means(self) -> dict[str, float]:
-        return {name: total / self.counts[name] for name, total in self.sums.items() if self.counts[name]}
+        return {name: float(total) / int(self.counts[name]) for name, total in self.sums.items()}
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
-    """Per-token loss -min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus (B, T), 0 off the
-    actions."""
+    """Per-token loss -min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus   (B, T), 0 if masked."""
     logprobs, entropy = agent.logprobs(batch, with_entropy=True)
-    mask, behavior = batch.action_mask, batch.column("behavior_logprobs")
-    old, adv = batch.column("old_logprobs"), batch.column("advantages")
-    loss = clipped_surrogate(logprobs, old, behavior, adv, mask, config.clip_eps)
+    mask = batch.action_mask
+    old, behavior = batch.column("old_logprobs"), batch.column("behavior_logprobs")
+    surrogate = (logprobs, old, behavior, batch.column("advantages"), mask, config.clip_eps)
+    loss = clipped_surrogate(*surrogate)
     count = mask.sum()
     totals.add(f"policy_loss_{source}", loss.detach().sum(), count)
-    totals.add(
-        f"clip_fraction_{source}", clipped(logprobs, old, behavior, adv, mask, config.clip_eps).sum(), count
-    )
+    totals.add(f"clip_fraction_{source}", clipped(*surrogate).sum(), count)
     if source == "off":
-        centre = torch.where(mask, old - behavior, 0.0)
-        totals.add("centre_log_mean_abs", centre.abs().sum(), count)
+        totals.add("centre_log_mean_abs", (old - behavior).abs().sum(), count)
     if config.kl_coef:
         kl = kl_to_reference(logprobs, batch.column("ref_logprobs"), mask)
         totals.add(f"kl_{source}", kl.detach().sum(), count)
@@ -343,9 +338,8 @@ def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals
 def critic_loss(agent, batch: Batch, config: Config, totals: Totals) -> torch.Tensor:
     """The clipped value loss of on-policy tokens (B, T); replayed episodes do not train the critic."""
     mask, returns = batch.action_mask, batch.column("returns")
-    loss = value_loss(
-        agent.critic.values(batch), batch.column("old_values"), returns, mask, config.value_clip
-    )
+    values, old_values = agent.critic.values(batch), batch.column("old_values")
+    loss = value_loss(values, old_values, returns, mask, config.value_clip)
     totals.add("value_loss", loss.detach().sum(), mask.sum())
     return loss
 
@@ -363,13 +357,11 @@ def update(
     started = time.perf_counter()
     on_episodes = [rows_of(episode) for episode in usable(on, which)]
     off_episodes = [rows_of(episode) for episode in off]
-    on_rows, off_rows = (
-        [row for rows in episodes for row in rows] for episodes in (on_episodes, off_episodes)
-    )
+    on_rows = [row for rows in on_episodes for row in rows]
+    off_rows = [row for rows in off_episodes for row in rows]
     if not on_rows:
-        raise RuntimeError(
-            "no episode of this update can be trained on: all crashed or their reward is not finite"
-        )
+        why = "all crashed or their reward is not finite"
+        raise RuntimeError(f"no episode of this update can be trained on: {why}")
 
     score_rows(agent, on_rows + off_rows, config)
     for row in on_rows:
@@ -394,13 +386,12 @@ def update(
             for source, rows, weight in (("on", on_part, 1 - alpha), ("off", off_part, alpha)):
                 count = sum(row.action_tokens for row in rows)
                 for batch in micro_batches(rows, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
+                    mask = batch.action_mask
                     loss = weight * masked_mean(
-                        policy_loss(agent, batch, source, config, totals), batch.action_mask, count
+                        policy_loss(agent, batch, source, config, totals), mask, count
                     )
                     if config.algo == "ppo" and source == "on":
-                        loss = loss + masked_mean(
-                            critic_loss(agent, batch, config, totals), batch.action_mask, count
-                        )
+                        loss = loss + masked_mean(critic_loss(agent, batch, config, totals), mask, count)
                     loss.backward()
             totals.add("grad_norm", agent.step(config.max_grad_norm), 1)
             if config.algo == "ppo":
