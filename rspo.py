@@ -316,7 +316,7 @@ class Totals:
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
-    """Per-token loss -min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus   (B, T), 0 if masked."""
+    """Per token: -min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus (B, T), 0 where masked."""
     logprobs, entropy = agent.logprobs(batch, with_entropy=True)
     mask = batch.action_mask
     old, behavior = batch.column("old_logprobs"), batch.column("behavior_logprobs")
