@@ -192,6 +192,12 @@ def check_model(model: str) -> None:
         raise wanting("chat template", "use an instruct model, or add a chat_template.jinja")
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Of the parameters alone: rotary frequencies, which are buffers, would be ruined in 16 bits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 class Base:
     """The starting model on its device, its chat format, and the adapters or copies that agents train."""
 
@@ -272,7 +278,7 @@ class Base:
     def fp32(self) -> None:
         """Before full weights are trained: an update of 1e-6 is below the resolution of bf16."""
         if self.model.dtype == torch.bfloat16:
-            self.model.float()
+            cast(self.model, torch.float32)
             self.autocast = True
 
     def attach(self, name: str, lora_rank: int, lora_alpha: float, seed: int):
@@ -355,7 +361,7 @@ def load_base(
         if vocabulary is None:
             raise ValueError("--model tiny needs an environment whose words are known, such as household")
         lm, tokenizer = _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, seed)
-        lm = lm.to(kind)
+        cast(lm, kind)
     else:
         check_model(model)
         lm, tokenizer = _load_pretrained(model, kind)
@@ -718,6 +724,6 @@ def warm_start(
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
         progress(update, total)
-    base.model.requires_grad_(False).to(dtype)
+    cast(base.model.requires_grad_(False), dtype)
     base.autocast, base.changed = False, True
     return losses

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from buffer import Batch, Group, Row, Trajectory, micro_batches, rows_of
-from policy import Base, Chat, load_base
+from policy import Base, Chat, cast, load_base
 
 CHANCE_AUC = 0.6  # a fit with less has learned nothing
 
@@ -202,7 +202,7 @@ class StepRewardModel(nn.Module):
 
         self.eval()
         self.requires_grad_(True)
-        _cast(self, torch.float32)
+        cast(self, torch.float32)
         optimizer = torch.optim.AdamW(self.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
         order: list[list[Row]] = []
         for update in range(updates):
@@ -221,7 +221,7 @@ class StepRewardModel(nn.Module):
             optimizer.step()
             optimizer.zero_grad()
             progress(update + 1, updates, loss)
-        _cast(self.backbone, self.dtype)
+        cast(self.backbone, self.dtype)
         self._freeze()
 
         mean = sum(trajectory.outcome for trajectory in training) / len(training)
@@ -340,7 +340,7 @@ class StepRewardModel(nn.Module):
             model.report = about["report"]
         except (OSError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"the step reward model in {folder} is damaged: {error}") from error
-        _cast(model.backbone, model.dtype)
+        cast(model.backbone, model.dtype)
         return model
 
 
@@ -423,12 +423,6 @@ def _new_backbone(config) -> nn.Module:
     from transformers import AutoModel
 
     return AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32)
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Of the parameters alone: rotary frequencies, which are buffers, would be ruined in 16 bits."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
 
 
 def _vocabulary(chat: Chat) -> str:

@@ -761,6 +761,16 @@ def test_full_weights_of_a_bf16_model_are_kept_in_fp32():
     assert all(changed)  # 1e-6 is far below the resolution of bf16
 
 
+def test_rotary_frequencies_are_never_rounded():
+    base = tiny(dtype="bfloat16")
+    rotary = base.model.get_decoder().rotary_emb
+    warm_start(base, [episode(2)], updates=1, turns_per_update=2, learning_rate=0.1)
+    assert base.model.dtype == torch.bfloat16
+    base.fp32()
+    # 10000^(-i/4): a head has 8 dimensions, so 4 frequencies
+    torch.testing.assert_close(rotary.inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]), atol=0, rtol=1e-6)
+
+
 def test_adapters_over_a_bf16_base_are_fp32():
     policy = agent(tiny(dtype="bfloat16"), 4)
     assert {p.dtype for p in policy.parameters} == {torch.float32} and policy.model.dtype == torch.bfloat16
