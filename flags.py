@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -148,7 +148,9 @@ class Args(rspo.Config):
             elif name in BOUNDS and number:
                 low, high = BOUNDS[name]
                 if not low <= value <= high:
-                    why = f"must lie between {low} and {high}" if high < math.inf else "must not be negative"
+                    why = (
+                        f"must lie between {low} and {high}" if high < math.inf else f"must be at least {low}"
+                    )
             elif name in own and number and value <= 0:
                 why = "must be above 0"
             elif value == "":
@@ -165,7 +167,9 @@ class Args(rspo.Config):
             raise UsageError(str(error)) from None
 
 
-BOUNDS = {  # of the numbers above that may be 0
+BOUNDS = {  # of the numbers that may be 0, and of those for which "above 0" does not say enough
+    "seed": (0, 2**63 - 1),
+    "reward_model_episodes": (2, math.inf),
     **dict.fromkeys(
         ("lora_rank", "weight_decay", "history", "eval_temperature", "warm_start"), (0, math.inf)
     ),
@@ -305,9 +309,24 @@ def load_config(path: Path, flag: str) -> Args:
         values = json.loads(path.read_text())
         if unknown := ", ".join(sorted(values.keys() - names)):
             raise UsageError(f"--{flag} {path}: holds what is no flag ({unknown}); remove it")
+        kinds = get_type_hints(Args)
+        for name, value in values.items():
+            if not _is(value, kinds[name]):
+                raise UsageError(
+                    f"--{flag} {path}: its {name} cannot be {value!r}; see --help for what it can"
+                )
         return Args(**values)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"--{flag} {path}: is no config.json of a run ({error}); give another") from None
+
+
+def _is(value, kind) -> bool:
+    """Whether a value read from JSON is what a flag of this type may hold."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if options := get_args(kind):  # of a union
+        return any(_is(value, option) for option in options)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def config_text(args: Args) -> str:
@@ -366,11 +385,14 @@ def check_device(args: Args) -> None:
     if args.device == "auto":
         return
     try:
-        kind = torch.device(args.device).type
+        device = torch.device(args.device)
     except RuntimeError:
-        refuse(args, "device", "is none that torch knows; give auto, cpu, cuda or cuda:1")
-    if kind == "cuda" and not torch.cuda.is_available():
-        refuse(args, "device", "torch finds no GPU here; leave it out, or give cpu")
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        refuse(args, "device", "is none that this runs on; give auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
+        there = f"only {found}" if found else "no GPU"
+        refuse(args, "device", f"torch finds {there} here; leave it out, or give cpu")
 
 
 def check_new_folder(args: Args) -> None:

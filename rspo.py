@@ -117,7 +117,7 @@ class Config:
             raise ValueError(f"--off_policy_fraction {self.off_policy_fraction}: must lie in [0, 1)")
         off_tasks = self.off_policy_fraction * self.tasks_per_step
         if self.replays and abs(off_tasks - round(off_tasks)) > 1e-9:
-            near = max(1, round(off_tasks)) / self.tasks_per_step
+            near = min(max(1, round(off_tasks)), self.tasks_per_step - 1) / self.tasks_per_step
             raise ValueError(
                 f"--off_policy_fraction {self.off_policy_fraction} of --tasks_per_step {self.tasks_per_step} "
                 f"is {off_tasks:g} tasks: it must be whole, for example with --off_policy_fraction {near:g}"

@@ -411,6 +411,8 @@ def test_the_paper_s_counts():
     ("flags", "words"),
     [
         (dict(off_policy_fraction=0.2), "--off_policy_fraction 0.2 of --tasks_per_step 8 is 1.6 tasks"),
+        (dict(off_policy_fraction=0.95), "for example with --off_policy_fraction 0.875"),
+        (dict(off_policy_fraction=0.5, tasks_per_step=1), "for example with --off_policy_fraction 0"),
         (dict(off_policy_fraction=1.0), "--off_policy_fraction 1.0: must lie in"),
         (dict(k=0), "--k 0: must be above 0"),
         (dict(total_steps=100), "--total_steps 100: must be a multiple of --k 3, for example 99 or 102"),

@@ -47,8 +47,10 @@ def refused(*argv):
         ("--learning_rate nan", "--learning_rate nan", "finite"),
         ("--learning_rate 0", "--learning_rate 0.0", "above 0"),
         ("--temperature 0", "--temperature 0.0", "above 0"),
-        ("--eval_temperature -0.1", "--eval_temperature -0.1", "not be negative"),
-        ("--lora_rank -1", "--lora_rank -1", "not be negative"),
+        ("--seed -1", "--seed -1", "between 0 and 9223372036854775807"),
+        ("--eval_temperature -0.1", "--eval_temperature -0.1", "at least 0"),
+        ("--lora_rank -1", "--lora_rank -1", "at least 0"),
+        ("--reward_model_episodes 1", "--reward_model_episodes 1", "at least 2"),
         ("--expert_share 1.5", "--expert_share 1.5", "between 0 and 1"),
         ("--adam_beta2 1", "--adam_beta2 1.0", "between 0 and 0.9999"),
         ("--keep_checkpoints 0", "--keep_checkpoints 0", "above 0"),
@@ -61,6 +63,7 @@ def refused(*argv):
         ("--tiny_width 36 --tiny_heads 4", "--tiny_width 36", "multiple of twice --tiny_heads 4"),
         ("--eval_games 1000000", "--eval_games 1000000", "give at most that"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
+        ("--device meta", "--device meta", "give auto, cpu"),
         ("--out tests", "--out tests", "give a new folder"),
         ("--out train.py", "--out train.py", "give a folder"),
         ("--out=", "--out ", "leave the flag out"),
@@ -180,6 +183,18 @@ def test_config_json_holds_every_value_and_gives_the_run_again(tmp_path):
     # flags win; what was given stays; the tiny model's defaults become the other's
     assert (other.seed, other.method, other.learning_rate) == (8, "outcome", 2e-3)
     assert (other.lora_rank, other.style, other.warm_start) == (64, "think", 0)
+    for value in (
+        '"method": "sft"',
+        '"gigpo_std": "no"',
+        '"k": 3.0',
+        '"lora_rank": "8"',
+        '"group_size": true',
+    ):
+        path.write_text("{" + value + "}")
+        name, _, given = value.replace('"', "").partition(": ")
+        assert refused("--config", str(path)).startswith(f"--config {path}: its {name} cannot be"), given
+    path.write_text('{"learning_rate": 1, "reward_model": null}')
+    assert flags.prepare(["--config", str(path)])[0].learning_rate == 1
     path.write_text('{"k": 3, "momentum": 1}')
     assert refused("--config", str(path)) == f"--config {path}: holds what is no flag (momentum); remove it"
 
