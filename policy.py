@@ -512,7 +512,9 @@ class Agent:
         norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(f"the gradient of agent {self.name!r} has norm {norm}")
+            raise FloatingPointError(
+                f"the gradient of agent {self.name!r} has norm {norm}: lower its learning rate"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1

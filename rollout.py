@@ -261,6 +261,12 @@ class World:
         size = self.envs[0].size("train")
         return _epoch_order(self.seed, position // size, size)[position % size]
 
+    def opening_tokens(self) -> int:
+        """Length of the first prompt of a game."""
+        episode = Episode(0, self.envs[0], "train", 0, random.Random(0), 1, self.dialogue)
+        episode.start()
+        return len(episode.prompt_ids)
+
     def state_dict(self) -> dict[str, int]:
         return {"tasks": self.tasks, "episodes": self.episodes, "turns": self.turns}
 

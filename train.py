@@ -82,6 +82,10 @@ def load_start(args: Args, folder: Path | None):
     if args.max_prompt_tokens + args.max_new_tokens > base.max_length:
         both = f"--max_prompt_tokens {args.max_prompt_tokens} with --max_new_tokens {args.max_new_tokens}"
         raise UsageError(f"{both}: the model reads {base.max_length} tokens; lower one of them")
+    opening = make_world(args, base.chat, args.seed).opening_tokens()
+    if opening > args.max_prompt_tokens:
+        why = f"the first prompt of a game has {opening} tokens; give twice as many or more"
+        raise UsageError(f"--max_prompt_tokens {args.max_prompt_tokens}: {why}")
     return base
 
 
@@ -164,13 +168,33 @@ def make_policy(args: Args, base):
     )
 
 
-def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstrated):
-    """The step reward model: the one given, the one this run has fitted before, or a new one."""
+def about_step_rewards(args: Args, base) -> dict:
+    dtype = getattr(torch, args.dtype)
+    return {"dtype": dtype, "device": base.device, "micro_batch_tokens": args.micro_batch_tokens}
+
+
+def named_step_rewards(args: Args, base):
+    """The model of --reward_model, or one to be fitted, made of --reward_model_backbone; None without either.
+    Loaded before there is a run folder. Raises UsageError."""
     from reward_model import StepRewardModel
 
-    about = {"dtype": getattr(torch, args.dtype), "micro_batch_tokens": args.micro_batch_tokens}
-    made = Path(args.reward_model) if args.reward_model else folder / "reward_model"
-    if not made.is_dir():
+    flag = "reward_model" if args.reward_model else "reward_model_backbone"
+    name, about = getattr(args, flag), about_step_rewards(args, base)
+    fitted = args.resume and Path(args.out, "reward_model").is_dir()
+    try:
+        if args.reward_model:
+            return StepRewardModel.load(name, base.chat, **about)
+        return StepRewardModel.from_pretrained(name, seed=args.seed, **about) if name and not fitted else None
+    except ValueError as error:
+        raise UsageError(f"--{flag} {name}: {str(error).removeprefix(f'--model {name}: ')}") from None
+
+
+def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstrated, model):
+    """The step reward model: the `model` named by a flag, fitted if need be, or one made of the start."""
+    from reward_model import StepRewardModel
+
+    made = folder / "reward_model"
+    if not args.reward_model and not made.is_dir():
         count = f"step reward model: fitted on {args.reward_model_episodes:,} games played by"
         if args.reward_model_source == "expert":
             say(f"{count} {demonstrator(args)}")
@@ -180,18 +204,17 @@ def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstra
             alone = dataclasses.replace(args, method="outcome", algo="ppo")  # every episode another task
             apart = make_world(alone, base.chat, f"{args.seed} step reward model")
             episodes = [group.trajectories[0] for group in apart.collect(policy, args.reward_model_episodes)]
-        if args.reward_model_backbone:
-            model = StepRewardModel.from_pretrained(
-                args.reward_model_backbone, seed=args.seed, device=base.device, **about
-            )
-        else:
-            model = StepRewardModel.from_base(base, seed=args.seed, **about)
-        fit_step_rewards(args, model, episodes)
+        model = model or StepRewardModel.from_base(base, seed=args.seed, **about_step_rewards(args, base))
+        try:
+            fit_step_rewards(args, model, episodes)
+        except ValueError as error:  # too few episodes, or too long for the backbone
+            raise UsageError(str(error)) from None
         checkpoint.write_folder(made, model.save)
-    try:
-        model = StepRewardModel.load(made, base.chat, device=base.device, **about)  # as a resumed run will
-    except ValueError as error:
-        raise UsageError(f"--reward_model {made}: {error}") from None
+    if not args.reward_model:
+        try:
+            model = StepRewardModel.load(made, base.chat, **about_step_rewards(args, base))  # as when resumed
+        except ValueError as error:
+            raise UsageError(f"--out {folder}: {error}; remove {made} to fit it again") from None
     fit = {key: "n/a" if value is None else value for key, value in model.report.items()}
     say(
         "step reward model: on {held_out_episodes:,} held-out episodes ({held_out_successes} solved) AUC "
@@ -340,15 +363,19 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     started = time.perf_counter()
     set_up(args)
     base = load_start(args, Path(args.out) if args.resume else None)
+    scorer = named_step_rewards(args, base) if args.uses_dense_reward else None
     folder = folder_of(args)
     go_on = f"python train.py --resume --out {folder}"
     try:
         with checkpoint.lock(folder):
             checkpoint.sweep(folder)
             describe(args, folder, argv)
-            train_in(folder, args, newest, base, started)
+            train_in(folder, args, newest, base, scorer, started)
     except BlockingIOError:
         raise UsageError(f"--out {folder}: another process works in it; wait for it, or stop it") from None
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print(f"\nstopped; from its last whole loop it goes on with: {go_on}", file=sys.stderr)
         sys.exit(130)
@@ -364,7 +391,7 @@ def set_up(args: Args) -> None:
     torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook
 
 
-def train_in(folder: Path, args: Args, newest: Path | None, base, started: float) -> None:
+def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, started: float) -> None:
     state = {}
     if newest:
         saved = checkpoint.read(newest)
@@ -387,7 +414,9 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, started: float
 
     base = warm_started(args, folder, base, demonstrated)
     policy = make_policy(args, base)
-    dense_reward = step_rewards(args, folder, base, policy, demonstrated) if args.uses_dense_reward else None
+    dense_reward = None
+    if args.uses_dense_reward:
+        dense_reward = step_rewards(args, folder, base, policy, demonstrated, scorer)
     demonstrated.cache_clear()
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
     if newest:

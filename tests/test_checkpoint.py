@@ -60,7 +60,7 @@ def toy_pieces(monkeypatch):
     def make_world(args, chat, seed):
         return toy_world(args.episodes_per_task, args.context, seed=seed)
 
-    base = SimpleNamespace(chat=ToyChat(), changed=False)
+    base = SimpleNamespace(chat=ToyChat(), device="cpu", changed=False)
     monkeypatch.setattr(train, "load_start", lambda args, folder: base)
     monkeypatch.setattr(train, "make_world", make_world)
     monkeypatch.setattr(train, "make_policy", lambda args, base: SavedToy())

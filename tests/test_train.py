@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -421,6 +422,42 @@ def test_too_long_prompts_for_the_model_are_refused_before_there_is_a_folder(fir
         train.main(argv(tmp_path / "run", **on(first_run, max_prompt_tokens=5000)))
     assert exit.value.code == 2 and not (tmp_path / "run").exists()
     assert "--max_prompt_tokens 5000 with --max_new_tokens 8: the model reads" in capsys.readouterr().err
+
+
+def test_models_and_prompts_that_cannot_serve_are_refused_before_there_is_a_folder(
+    first_run, tmp_path, monkeypatch, capsys
+):
+    def refused_run(**options):
+        with pytest.raises(SystemExit) as exit:
+            train.main(argv(tmp_path / "run", **options))
+        assert exit.value.code == 2 and not (tmp_path / "run").exists()
+        return capsys.readouterr().err.strip()
+
+    scorer = tmp_path / "scorer"
+    shutil.copytree(first_run / "reward_model", scorer)
+    (scorer / "model.safetensors").write_text("cut")
+    said = refused_run(**on(first_run, reward_model=scorer))
+    assert said.startswith(f"error: --reward_model {scorer}: the step reward model in {scorer} is damaged")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    unknown = {"reward_model_backbone": "no-org/no-model"}
+    said = refused_run(
+        **{key: value for key, value in on(first_run).items() if key != "reward_model"}, **unknown
+    )
+    assert said.startswith("error: --reward_model_backbone no-org/no-model: cannot load no-org/no-model")
+    assert said.endswith("give a folder, or a hub id that can be fetched")
+    said = refused_run(**on(first_run, max_prompt_tokens=5))
+    assert said.startswith("error: --max_prompt_tokens 5: the first prompt of a game has ")
+
+
+def test_a_run_that_diverges_says_so(first_run, tmp_path, capsys):
+    options = on(first_run, method="outcome", learning_rate=1e30, minibatch_turns=4)
+    with pytest.raises(SystemExit) as exit:
+        train.main(argv(tmp_path / "run", total_steps=2, **options))
+    assert exit.value.code == 1
+    assert (
+        "error: the gradient of agent 'policy' has norm nan: lower its learning rate"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
