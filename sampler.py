@@ -252,6 +252,8 @@ def draw(logits: Tensor, rngs: list[random.Random | None], temperature: float) -
         uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
         cumulative = logprobs.double().exp().cumsum(-1)
         total = cumulative[:, -1:]
+        if total.isnan().any():
+            raise FloatingPointError("the policy's logits are not numbers: lower its learning rate")
         # The first token whose cumulative probability exceeds u * total < total: its own is not 0
         height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
         token = torch.searchsorted(cumulative, height, right=True)[:, 0]

@@ -108,6 +108,12 @@ def test_temperature_shapes_the_draw_and_its_log_prob():
     assert draw(logits, rngs(2000), 0.0)[0].sum() == 0
 
 
+def test_logits_that_are_no_numbers_are_not_drawn_from():
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(FloatingPointError, match="lower its learning rate"):
+            draw(torch.tensor([[0.0, 1.0], [0.0, bad]]), rngs(2), 1.0)
+
+
 def test_no_setting_of_the_checkpoint_narrows_the_draw():
     policy = make(words=[*WORDS, *OTHERS[:29]])
     assert policy.base.config.vocab_size == 50
