@@ -176,6 +176,77 @@ def test_ppo_runs_gae_over_the_action_tokens_of_the_whole_episode():
         assert all(row.advantages[~row.action_mask].eq(0).all() for row in rows)
 
 
+def test_ppo_advantages_do_not_leak_from_one_episode_into_another():
+    # gamma .9, lambda .8, values .5 .6 in each episode, outcomes 0 and 1. Lost: deltas .9*.6-.5=.04, -.6,
+    # advantages .04-.72*.6=-.392, -.6; won: .04+.72*.4=.328, 1-.6=.4. Returns are these plus the values.
+    config = Config(algo="ppo", gamma=0.9, gae_lambda=0.8, reward_scale=1.0)
+    members = [episode(outcome, [step(action_ids=[5]), step(action_ids=[5])]) for outcome in (0.0, 1.0)]
+    episodes = [rows_of(member) for member in members]
+    for rows in episodes:
+        for row in rows:
+            row.old_values = row.spread([0.5, 0.6])
+    rspo.token_advantages(episodes, [], "outcome", config)
+    returns = [[row.returns[row.action_mask].item() for row in rows] for rows in episodes]
+    assert returns[0] == pytest.approx([-0.392 + 0.5, -0.6 + 0.6], abs=1e-6)
+    assert returns[1] == pytest.approx([0.328 + 0.5, 0.4 + 0.6], abs=1e-6)
+
+
+def test_ppo_puts_each_dense_score_on_the_last_token_of_its_step():
+    # 3, 3 and 4 action tokens; with gamma 0 a token's return is its own reward
+    config = Config(algo="ppo", gamma=0.0, reward_scale=1.0)
+    scores = ((0.2, 3), (0.3, 3), (0.1, 4))
+    member = episode(1.0, [step(action_ids=[5] * n, dense_score=score) for score, n in scores])
+    rows = rows_of(member)
+    for row in rows:
+        row.old_values = torch.zeros(len(row.input_ids))
+    for which, rewards in (
+        ("dense", [0, 0, 0.2, 0, 0, 0.3, 0, 0, 0, 0.1]),
+        ("outcome", [0, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
+    ):
+        rspo.token_advantages([rows], [], which, config)
+        returns = torch.cat([row.returns[row.action_mask] for row in rows])
+        assert returns.tolist() == pytest.approx(rewards)
+
+
+def test_gamma_plays_no_part_in_grpo():
+    groups = [Group("t", [episode(float(i == 0), [step(valid=i < 2)] * (i + 1)) for i in range(4)])]
+    seen = []
+    for gamma in (1.0, 0.95, 0.5):
+        rspo.advantages(groups, "outcome", Config(gamma=gamma, gigpo_gamma=gamma))
+        seen.append([one.advantage for member in groups[0].trajectories for one in member.steps])
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][1] == seen[0][2] and seen[0][0] > 0 > seen[0][1]  # one value per episode
+
+
+def test_the_buffer_holds_exactly_what_b_played_last_each_with_its_own_numbers():
+    # 3 tasks of 4 episodes, all lost, mixed, all won: mean .25 and std .5 give 1.5 and -.5, the others 0
+    dealt = [[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    world, replay, played, held = toy_world(4), ReplayBuffer(), [], []
+    collect = world.collect
+
+    def deal(agent, tasks):
+        played[:] = collect(agent, tasks)
+        for group, outcomes in zip(played, dealt, strict=True):
+            for member, outcome in zip(group.trajectories, outcomes, strict=True):
+                member.outcome = outcome
+        return list(played)
+
+    def log(agent, metrics, step):
+        if agent == "buffer":
+            held.extend(replay.sample(100))
+            members = [member for group in played for member in group.trajectories]
+            assert sorted(map(id, held)) == sorted(map(id, members))
+            given = [[member.steps[0].advantage for member in group.trajectories] for group in played]
+            assert given == [[0, 0, 0, 0], pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-3), [0, 0, 0, 0]]
+
+    world.collect = deal
+    config = Config(**{**SMALL, "total_steps": 2, "invalid_penalty": 0.0})
+    rspo.train(ToyPolicy(), world, CountingScorer(), config, log, replay=replay)
+    assert [member.outcome for member in held] == [1.0] * 5 + [0.0] * 7 and held[0].steps[0].advantage > 0
+    for one in (one for member in held for one in member.steps):
+        assert one.behavior_logprobs == pytest.approx(one.sampler_logprobs, abs=1e-5)
+
+
 def test_replayed_ppo_tokens_do_not_enter_the_whitening():
     config = Config(algo="ppo", reward_scale=1.0)
 
