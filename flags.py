@@ -91,7 +91,7 @@ class Args(rspo.Config):
 
     # warm start
     warm_start: int | None = None
-    """Supervised updates on demonstrations, for a model that cannot act yet; 0: none. tiny: 450, else 0."""
+    """Supervised updates on demonstrations; 0: none. tiny, which cannot act yet: 450 (full: 1200), else 0."""
     warm_start_episodes: int = 2000
     """Demonstrations: training games by an expert that searches, hesitates and errs."""
     expert_share: float = 0.5
@@ -205,7 +205,7 @@ def resolve(args: Args, env: Env) -> Args:
         "max_prompt_tokens": (1024 if full else 256) if tiny else (8192 if full else 2048),
         "max_new_tokens": 16 if tiny else 512,
         "history": 1 if tiny else 2,
-        "warm_start": 450 if tiny else 0,
+        "warm_start": (1200 if full else 450) if tiny else 0,
         "reward_model_source": "expert" if has_expert(env) else "policy",
         "reward_model_lr": 1e-3 if tiny else 1e-5,
     }
