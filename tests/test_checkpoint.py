@@ -307,6 +307,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     assert [line["update"] for line in lines if line["agent"] == "policy"] == [1, 2, 3, 4, 5, 6]
 
 
+def test_panels_come_at_the_end_of_the_loop_in_which_they_fall_due(tmp_path):
+    start(tmp_path, 8, "--eval_every", "3")  # due at 3 and 6, in loops that end at 4 and 6; and at the end
+    lines = report.read_lines(tmp_path / "metrics.jsonl")
+    assert [line["update"] for line in lines if line["agent"] == "evaluation"] == [0, 4, 6, 8]
+
+
 def test_updates_are_counted_once_each_and_episodes_are_those_played(tmp_path):
     start(tmp_path, 4)
     resume(tmp_path, 8)

@@ -529,9 +529,10 @@ def test_training_one_agent_leaves_the_other_bit_identical(rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_fork_continues_as_its_original_would(rank):
-    policy = agent(tiny(), rank)
+    policy = agent(tiny(), rank, temperature=0.5)
     train(policy, updates=2)
     explorer = policy.fork("explorer")
+    assert explorer.temperature == 0.5
     train(explorer)
     train(policy)
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters, explorer.parameters, strict=True))

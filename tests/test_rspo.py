@@ -121,6 +121,18 @@ def test_the_reward_model_is_asked_for_b_alone_and_never_by_outcome_methods():
         assert scorer.scored == scored, method
 
 
+def test_the_noise_on_dense_scores_is_as_asked_and_another_in_every_update():
+    class Listening(CountingScorer):
+        def score(self, groups, noise=0.0, rng=None):
+            heard.append((noise, rng.random()))
+            super().score(groups)
+
+    for method, updates in (("rspo", 4), ("dense", 4)):
+        heard = []
+        run(method=method, scorer=Listening(), reward_noise=0.3)
+        assert [noise for noise, _ in heard] == [0.3] * updates and len(set(heard)) == updates
+
+
 def test_episode_advantages_are_over_episodes_with_scale_and_penalty():
     # returns 10*1 - .1*1 invalid = 9.9, and 0, 0, 0: mean 2.475, std (ddof 1) 4.95 -> 1.5, -.5, -.5, -.5
     members = [episode(1.0, [step(valid=False), step()]), *(episode(0.0, [step()] * n) for n in (1, 5, 9))]
