@@ -140,15 +140,21 @@ class StepRewardModel(nn.Module):
 
     @torch.no_grad()
     def step_scores(self, trajectories: list[Trajectory]) -> list[list[float]]:
-        """r_t of each step of each episode. A score that is not a number raises FloatingPointError."""
+        """r_t of each step of each episode. A score that is not a number raises FloatingPointError.
+
+        Equal rows are read once, so equal episodes have equal sums. Read apart, their sums would differ by
+        rounding, and dividing by the standard deviation of their group would make advantages of that.
+        """
         self.eval()
-        episodes = [self.rows(trajectory) for trajectory in trajectories]
         scores = [[math.nan] * len(trajectory.steps) for trajectory in trajectories]
-        owner = {id(row): mine for rows, mine in zip(episodes, scores, strict=True) for row in rows}
-        rows = [row for episode in episodes for row in episode]
-        for batch in self._batches(rows, self.micro_batch_tokens):
-            steps = [(owner[id(row)], index) for row in batch.rows for index, _, _ in row.spans]
-            for (mine, index), score in zip(steps, self(batch).tolist(), strict=True):
+        rows = [(row, mine) for t, mine in zip(trajectories, scores, strict=True) for row in self.rows(t)]
+        distinct = {_content(row): row for row, _ in rows}
+        known: dict[tuple, list[float]] = {}
+        for batch in self._batches(list(distinct.values()), self.micro_batch_tokens):
+            values = iter(self(batch).tolist())
+            known |= {_content(row): [next(values) for _ in row.spans] for row in batch.rows}
+        for row, mine in rows:
+            for (index, _, _), score in zip(row.spans, known[_content(row)], strict=True):
                 mine[index] = score
         if not all(math.isfinite(score) for mine in scores for score in mine):
             raise FloatingPointError(
@@ -403,6 +409,11 @@ def area_under_roc(scores: list[float], positive: list[bool]) -> float | None:
 
 
 # --- pieces -------------------------------------------------------------------------------------------------
+
+
+def _content(row: Row) -> tuple:
+    """What the model reads of a row, and where its scores are."""
+    return tuple(row.input_ids), tuple(end for _, _, end in row.spans)
 
 
 def _parts(episodes: list[list[Row]], tokens: int) -> Iterator[list[list[Row]]]:

@@ -87,6 +87,19 @@ def test_scores_do_not_depend_on_padding_or_batch_mates(context):
     assert padded == pytest.approx(alone, abs=1e-5)
 
 
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_equal_episodes_have_exactly_equal_sums_wherever_they_stand(context):
+    model, read = reward_model_of(trained=True), []
+    forward = model.forward
+    model.forward = lambda batch: read.append(len(batch.rows)) or forward(batch)
+    model.micro_batch_tokens = 40
+    one, other = (episode(model.chat, turns, 1.0, context) for turns in (SHORT, LONG))
+    copies = [Trajectory.from_dict(one.to_dict()) for _ in range(7)]
+    model.score([Group("", [one, *copies[:3], other, *copies[3:]])])
+    assert {copy.reward("dense") for copy in copies} == {one.reward("dense")} != {other.reward("dense")}
+    assert sum(read) <= len(model.rows(one)) + len(model.rows(other))
+
+
 def test_windows_and_the_full_context_are_one_and_three_rows_with_a_score_per_step():
     model = reward_model_of(trained=True)
     window, full = (episode(model.chat, LONG, 1.0, context) for context in ("window", "full"))
