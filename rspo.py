@@ -207,6 +207,8 @@ def advantages(groups: list[Group], which: str, config: Config) -> None:
     """
     members = {id(member): g for g, group in enumerate(groups) for member in group.trajectories}
     episodes = usable(groups, which)
+    if not episodes:
+        return
     group_ids = torch.tensor([members[id(episode)] for episode in episodes])
     rewards = [step_returns(episode, which, config) for episode in episodes]
     normalize_std = config.algo != "gigpo" or config.gigpo_std

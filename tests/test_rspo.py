@@ -418,6 +418,17 @@ def test_crashed_and_non_finite_episodes_leave_their_group_and_are_counted():
     assert math.isfinite(metrics["policy_loss_on"])
 
 
+@pytest.mark.parametrize("algo", ["grpo", "gigpo", "ppo"])
+def test_when_all_that_b_played_has_crashed_the_buffer_stays_empty(algo):
+    config = Config(**{**SMALL, "algo": algo})
+    groups = collected(config, ToyPolicy())
+    for member in (member for group in groups for member in group.trajectories):
+        member.stop_reason = StopReason.CRASHED
+    replay = ReplayBuffer()
+    replay.add(rspo.with_behavior_logprobs(ToyPolicy(), groups, config))
+    assert replay.sample(4) == [] and replay.rejected == 12
+
+
 def test_an_update_with_nothing_to_train_on_says_so():
     groups = [Group("t", [episode(float("nan"), [step()])])]
     with pytest.raises(RuntimeError, match="no episode of this update can be trained on"):
