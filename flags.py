@@ -130,8 +130,8 @@ class Args(rspo.Config):
     """Only play the panel: with the policy of the run in --out or, without --out, with --model as it is."""
     keep_checkpoints: int = 2
     """Newest checkpoints to keep."""
-    threads: int = min(2, os.cpu_count() or 1)
-    """CPU threads of torch. Another number may round differently."""
+    threads: int | None = None
+    """CPU threads of torch; another number may round differently. tiny: 1 (more only slow it down), else all."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None
@@ -207,6 +207,7 @@ def resolve(args: Args, env: Env) -> Args:
         "history": 1 if tiny else 2,
         "warm_start": (1200 if full else 450) if tiny else 0,
         "reward_model_source": "expert" if has_expert(env) else "policy",
+        "threads": 1 if tiny else os.cpu_count() or 1,
         "reward_model_lr": 1e-3 if tiny else 1e-5,
     }
     return dataclasses.replace(args, **{k: v for k, v in defaults.items() if getattr(args, k) is None})

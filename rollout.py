@@ -68,11 +68,12 @@ class Dialogue:
             prompt = last.prompt_ids + last.action_ids + self.chat.extend(last.action_ids, messages[-1])
             if len(prompt) <= self.max_prompt_tokens:
                 return prompt
-        for first_kept in range(1, len(messages)):
-            prompt = self._assemble(env_name, messages, steps, first_kept)
+        prompt = self._assemble(env_name, messages, steps, first_kept=1)
+        for first_kept in range(2, len(messages)):
             if len(prompt) <= self.max_prompt_tokens * 3 // 4:
-                return prompt
-        return self._assemble(env_name, messages, steps, max(1, len(steps)))
+                break
+            prompt = self._assemble(env_name, messages, steps, first_kept)
+        return prompt
 
     def _assemble(self, env_name: str, messages: list[str], steps: list[Step], first_kept: int) -> list[int]:
         prompt = self.chat.first(messages[0], system_message(self.style, env_name))
