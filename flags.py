@@ -131,7 +131,7 @@ class Args(rspo.Config):
     keep_checkpoints: int = 2
     """Newest checkpoints to keep."""
     threads: int | None = None
-    """CPU threads of torch; another number may round differently. tiny: 1 (more only slow it down), else all."""
+    """CPU threads of torch; another number may round differently. tiny: 1 (more slow it down), else all."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None
