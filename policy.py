@@ -224,6 +224,10 @@ class Base:
         with torch.no_grad():
             logits = self.model(input_ids=ids).logits.float()
             ours = self.logits(self.model, self.hidden(self.model, ids))
+        if logits.isnan().any():
+            raise ValueError(
+                f"the logits of model {self.model.name_or_path!r} are not numbers: its weights are damaged"
+            )
         if not torch.allclose(logits, ours, atol=1e-3 * logits.abs().max().item()):
             raise ValueError(
                 f"model type {self.config.model_type!r} does more to its logits than its output layer "
@@ -409,7 +413,8 @@ def _load_pretrained(model: str, dtype: torch.dtype):
         tokenizer = _load_tokenizer(model)
     except OSError as error:
         raise ValueError(
-            f"--model {model}: cannot load {start} ({error}); give a folder, or a hub id that can be fetched"
+            f"--model {model}: cannot load {start} ({' '.join(str(error).split())}); "
+            "give a folder, or a hub id that can be fetched"
         ) from error
     if adapter.exists():
         import peft
@@ -721,6 +726,11 @@ def warm_start(
             loss = -base.score(base.model, batch, temperature=1.0)[0].sum() / count
             loss.backward()
             total += loss.item()
+        if not math.isfinite(total):
+            raise FloatingPointError(
+                f"the warm start diverged at update {update + 1} of {updates}: lower its learning rate of "
+                f"{learning_rate:g}"
+            )
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

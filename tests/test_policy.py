@@ -427,6 +427,14 @@ def test_a_model_with_more_than_an_output_layer_is_refused():
         Base(Successor(cap=-1.0), SimpleNamespace(pad_id=0))
 
 
+def test_a_model_whose_weights_are_damaged_is_refused(tmp_path):
+    base = tiny()
+    base.model.get_input_embeddings().weight.data[7] = float("nan")
+    base.save(tmp_path)
+    with pytest.raises(ValueError, match="not numbers"):
+        load_base(str(tmp_path))
+
+
 def test_temperature_divides_the_logits():
     # logits [2, 0] at 0.5: -ln(1 + e^-4) = -0.01815
     scores = token_logprobs(lambda h: h, torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5, chunk=10)
@@ -797,6 +805,11 @@ def test_warm_start_teaches_the_base_and_is_reproducible():
     start = policy.logprobs(BATCH)[0].detach()
     assert torch.equal(policy.reference_logprobs(BATCH), start) and not torch.equal(start, before)
     assert not policy.optimizer.state  # the warm start's optimizer is gone
+
+
+def test_a_warm_start_that_diverges_says_so():
+    with pytest.raises(FloatingPointError, match="diverged at update 2 of 3: lower its learning rate of 1e"):
+        warm_start(tiny(), [episode(2)], updates=3, turns_per_update=2, learning_rate=1e38)
 
 
 def test_a_column_0_action_is_refused():
