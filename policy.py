@@ -77,8 +77,11 @@ class Chat:
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop_ids[0]
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._word_level = backend is not None and type(backend.model).__name__ == "WordLevel"
-        self._encode = functools.lru_cache(maxsize=2**16)(self._encode)
-        self._decode = functools.lru_cache(maxsize=2**16)(self._decode)
+        if (
+            self._word_level
+        ):  # its texts are short and come again and again; others would only fill the memory
+            self._encode = functools.lru_cache(maxsize=2**16)(self._encode)
+            self._decode = functools.lru_cache(maxsize=2**16)(self._decode)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         """Ends with the generation prompt. A template that asks for the date, or the clock, gets TODAY."""

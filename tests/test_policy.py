@@ -235,6 +235,13 @@ def test_a_cut_reply_is_closed_outside_the_action_mask(qwen):
     assert batch.input_ids[0, column] == qwen.end_id and not batch.action_mask[0, column]
 
 
+def test_only_texts_that_come_again_and_again_are_kept_in_memory(qwen):
+    assert not hasattr(qwen._encode, "cache_info") and not hasattr(qwen._decode, "cache_info")
+    chat = tiny().chat
+    chat.encode("look | look")
+    assert chat._encode.cache_info().currsize == 2
+
+
 def test_every_end_of_the_checkpoint_stops(qwen):
     assert text(qwen, qwen.stop_ids) == "<|endoftext|><|im_end|>"
     assert qwen.decode(qwen.encode("go") + [qwen.stop_ids[0]]) == "go"
