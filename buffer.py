@@ -103,7 +103,7 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The N episodes of one task. Advantages are computed here, while the group is whole."""
+    """The N episodes of one task. Advantages are computed while the group is whole."""
 
     task_id: str
     trajectories: list[Trajectory]

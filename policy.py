@@ -692,6 +692,12 @@ class Critic(Agent):
 # --- warm start -----------------------------------------------------------------------------------
 
 
+def rise_and_fall(update: int, updates: int) -> float:
+    """The share of the learning rate in supervised update 0, 1, ...: up over a tenth of them, then to 0."""
+    rise = max(1, round(0.1 * updates))
+    return min((update + 1) / rise, (updates - update) / max(1, updates - rise))
+
+
 def warm_start(
     base: Base,
     demonstrations: list[Trajectory],
@@ -700,26 +706,21 @@ def warm_start(
     turns_per_update: int,
     learning_rate: float,
     seed: int = 0,
-    warmup: float = 0.1,
     micro_batch_tokens: int = 4096,
     progress: Callable[[int, float], None] = lambda update, loss: None,
 ) -> list[float]:
     """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
-    demonstrated action tokens. The learning rate rises over the first `warmup` share of updates, then falls
-    to 0. An update takes rows until they hold `turns_per_update` turns, in an order that is shuffled anew
-    when all were seen. Returns the loss of each update."""
+    demonstrated action tokens. An update takes rows until they hold `turns_per_update` turns, in an order that
+    is shuffled anew when all were seen. The learning rate rises and falls. Returns each update's loss."""
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
     rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
     rng, order, dtype = random.Random(seed), [], base.model.dtype
     base.fp32()
     parameters = list(base.model.requires_grad_(True).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
-    rise = max(1, round(warmup * updates))
     losses = []
     for update in range(updates):
-        optimizer.param_groups[0]["lr"] = learning_rate * min(
-            (update + 1) / rise, (updates - update) / max(1, updates - rise)
-        )
+        optimizer.param_groups[0]["lr"] = learning_rate * rise_and_fall(update, updates)
         chosen: list[Row] = []
         while sum(len(row.spans) for row in chosen) < turns_per_update:
             order = order or rng.sample(rows, len(rows))

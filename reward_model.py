@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from buffer import Batch, Group, Row, Trajectory, micro_batches, rows_of
-from policy import Base, Chat, cast, load_base
+from policy import Base, Chat, cast, load_base, rise_and_fall
 
 CHANCE_AUC = 0.6  # a fit with less has learned nothing
 
@@ -204,7 +204,6 @@ class StepRewardModel(nn.Module):
         training, held = split_by_task([t for t in trajectories if t.usable], held_out, rng)
         episodes = [self.rows(trajectory) for trajectory in training]
         updates = epochs * math.ceil(len(episodes) / batch_episodes)
-        rise = max(1, round(0.1 * updates))
 
         self.eval()
         self.requires_grad_(True)
@@ -215,9 +214,7 @@ class StepRewardModel(nn.Module):
             if not order:
                 order = rng.sample(episodes, len(episodes))
             minibatch, order = order[:batch_episodes], order[batch_episodes:]
-            optimizer.param_groups[0]["lr"] = learning_rate * min(
-                (update + 1) / rise, (updates - update) / max(1, updates - rise)
-            )
+            optimizer.param_groups[0]["lr"] = learning_rate * rise_and_fall(update, updates)
             loss = self.backward(minibatch)
             if not torch.isfinite(nn.utils.clip_grad_norm_(self.parameters(), 1.0)):
                 raise FloatingPointError(

@@ -13,7 +13,17 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import policy as policy_module
 from buffer import Batch, Step, StopReason, Trajectory, micro_batches, pad_rows, rows_of
-from policy import Base, Chat, Critic, Policy, check_model, load_base, token_logprobs, warm_start
+from policy import (
+    Base,
+    Chat,
+    Critic,
+    Policy,
+    check_model,
+    load_base,
+    rise_and_fall,
+    token_logprobs,
+    warm_start,
+)
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 WORDS = [
@@ -795,6 +805,12 @@ def test_adapters_over_a_bf16_base_are_fp32():
 
 
 # --- warm start -----------------------------------------------------------------------------------
+
+
+def test_supervised_learning_rates_rise_over_a_tenth_then_fall():
+    # 20 updates, 2 of rise: 1/2, 2/2, then 18 of 18 left, 17 of 18, ..., 1 of 18
+    assert [rise_and_fall(i, 20) for i in (0, 1, 2, 11, 19)] == [0.5, 1, 1, 0.5, 1 / 18]
+    assert rise_and_fall(0, 1) == 1
 
 
 def test_warm_start_teaches_the_base_and_is_reproducible():
