@@ -711,7 +711,7 @@ def warm_start(
 ) -> list[float]:
     """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
     demonstrated action tokens. An update takes rows until they hold `turns_per_update` turns, in an order
-    that is shuffled anew when all were seen. The learning rate rises and falls. Returns each update's loss."""
+    that is shuffled anew when all were seen. The learning rate rises and falls. Returns the losses."""
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
     rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
     rng, order, dtype = random.Random(seed), [], base.model.dtype
