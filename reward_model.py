@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from buffer import Batch, Group, Row, Trajectory, micro_batches, rows_of
 from policy import Base, Chat, cast, load_base, rise_and_fall
 
-CHANCE_AUC = 0.6  # a fit with less has learned nothing
+CHANCE_AUC = 0.6  # a fit with less has learned too little
 
 
 class DenseReward(Protocol):
@@ -240,11 +240,11 @@ class StepRewardModel(nn.Module):
         self.report["learned"] = mse < mse_of_mean and (auc is None or auc >= CHANCE_AUC)
         if not self.report["learned"]:
             warnings.warn(
-                f"the step reward model has learned nothing: on {len(held)} held-out episodes its AUC is "
+                f"the step reward model has learned too little: on {len(held)} held-out episodes its AUC is "
                 f"{'not known' if auc is None else f'{auc:.2f}'} (chance 0.5), its MSE {mse:.4f} (always "
                 f"predicting the mean: {mse_of_mean:.4f}). It saw {self.report['successes']} successes in "
-                f"{len(training)} episodes and needs more: raise --reward_model_episodes, or let an expert "
-                "play them with --reward_model_source expert",
+                f"{len(training)} episodes and needs more: raise --reward_model_episodes, or, if the policy "
+                "played them, let an expert do it (--reward_model_source expert)",
                 stacklevel=2,
             )
         return self.report
