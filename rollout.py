@@ -6,21 +6,19 @@ generator named after the run's seed, the purpose, the task and the member, so a
 on which others are played beside it, and resuming a run needs no more than the position in the task
 stream.
 
-Left out: environments in worker processes; one process steps all of them (the household takes
-microseconds).
+Environments live in a pool's slots, in this process or in workers; replies are read and prompts made here.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from buffer import Group, Step, StopReason, Trajectory
 from envs import (
     Env,
-    EnvironmentCrashed,
     View,
     first_message,
     next_message,
@@ -29,6 +27,7 @@ from envs import (
     system_message,
     window_message,
 )
+from pool import Pool
 from sampler import Sample, Sampler
 
 NO_ACTION = "no action"  # shown in the prompt's history in place of one that could not be read
@@ -85,10 +84,11 @@ class Dialogue:
 
 @dataclass
 class Episode:
-    """One live episode: its environment, what was said so far, and the steps recorded."""
+    """One live episode: where it is played, what was said so far, and the steps recorded."""
 
     place: int  # among the episodes asked for; names its KV cache
-    env: Env
+    slot: int  # the pool's, that holds its environment
+    env_name: str
     split: str
     index: int
     rng: random.Random
@@ -100,12 +100,18 @@ class Episode:
     steps: list[Step] = field(default_factory=list)
     stop_reason: StopReason | None = None
 
-    def start(self) -> None:
-        try:
-            self.view = self.env.reset(self.split, self.index)
-            self._show()
-        except EnvironmentCrashed:
+    def see(self, view: View | None) -> None:
+        """Take in what the environment shows, None where it crashed: the end, or the next prompt."""
+        if view is None:
             self.stop_reason = StopReason.CRASHED
+            return
+        self.view = view
+        if view.done:
+            self.stop_reason = StopReason.FINISHED
+        elif len(self.steps) >= self.step_limit:
+            self.stop_reason = StopReason.STEP_LIMIT
+        else:
+            self._show()
 
     def _show(self) -> None:
         """Make the next prompt; the episode is over when even its shortest form is too long."""
@@ -120,12 +126,12 @@ class Episode:
                 else first_message(said.style, self.view)
             )
             self.messages.append(message)
-            self.prompt_ids = said.full_prompt(self.env.name, self.messages, self.steps)
+            self.prompt_ids = said.full_prompt(self.env_name, self.messages, self.steps)
         if len(self.prompt_ids) > said.max_prompt_tokens:
             self.stop_reason = StopReason.TOKEN_LIMIT
 
-    def receive(self, sample: Sample) -> None:
-        """Record the reply to the last prompt and let the environment answer it.
+    def receive(self, sample: Sample) -> str:
+        """Record the reply to the last prompt; the action to send to the environment, or "" for none.
 
         An invalid reply is never sent on: the turn is spent, the state and so the observation stay as
         they were.
@@ -145,22 +151,12 @@ class Episode:
                 truncated=not sample.stopped,
             )
         )
-        try:
-            if valid:
-                self.view = self.env.step(action)
-            if self.view.done:
-                self.stop_reason = StopReason.FINISHED
-            elif len(self.steps) >= self.step_limit:
-                self.stop_reason = StopReason.STEP_LIMIT
-            else:
-                self._show()
-        except EnvironmentCrashed:
-            self.stop_reason = StopReason.CRASHED
+        return action
 
     def trajectory(self) -> Trajectory:
         finished = self.stop_reason is StopReason.FINISHED
         return Trajectory(
-            task_id=f"{self.env.name}/{self.split}/{self.index}",
+            task_id=f"{self.env_name}/{self.split}/{self.index}",
             task=self.view.task if self.view else "",
             task_type=self.view.task_type if self.view else "",
             steps=self.steps,
@@ -175,6 +171,8 @@ class World:
 
     make_env: builds one environment; as many are made as episodes are played at once, and reused.
     parallel: episodes alive at once (memory of the KV cache); others start as these end.
+    workers: processes that play the environments; 0 for this one. Then `make_env` must be picklable, and
+        `close` ends them.
     """
 
     def __init__(
@@ -188,11 +186,13 @@ class World:
         temperature: float = 1.0,
         parallel: int = 128,
         seed: int = 0,
+        workers: int = 0,
     ):
-        self.make_env, self.sampler, self.dialogue = make_env, sampler, dialogue
-        self.envs = [make_env()]
-        self.name, self.task_types = self.envs[0].name, self.envs[0].task_types
-        self.step_limit = step_limit or self.envs[0].step_limit
+        self.sampler, self.dialogue = sampler, dialogue
+        self.pool = Pool(make_env, min(workers, parallel))
+        env = self.pool.env
+        self.name, self.task_types = env.name, env.task_types
+        self.step_limit = step_limit or env.step_limit
         self.group_size, self.temperature, self.parallel, self.seed = group_size, temperature, parallel, seed
         self.tasks = 0  # training tasks handed out so far: the position in the task stream
         self.episodes = 0  # training episodes played so far, crashed ones included
@@ -222,36 +222,53 @@ class World:
             for position, group in zip(positions, members, strict=True)
         ]
 
-    def evaluate(self, policy, games: int, temperature: float) -> list[Trajectory]:
-        """The fixed held-out panel: games 0..games-1 of the evaluation split, each once; not counted as
-        training."""
+    def evaluate(self, policy, split: str, games: int, temperature: float) -> list[Trajectory]:
+        """A fixed panel: games 0..games-1 of the split, each once; not counted as training."""
         return self._play_with(
-            policy, temperature, [("eval", index, f"eval {index}") for index in range(games)]
+            policy, temperature, [(split, index, f"{split} {index}") for index in range(games)]
         )
 
     def demonstrations(self, episodes: int, expert_share: float, hesitation_share: float):
         """Training games of an expert that searches, hesitates and errs, for a warm start: list of episodes.
 
         Each turn is the searching expert's with probability `expert_share` (it knows nothing hidden), a look
-        around with `hesitation_share`, else a random admissible action. Games are drawn independently of the
-        task stream, and demonstration i is the same however many are asked for.
+        around with `hesitation_share`, else a random admissible action; a template to be filled in ("<" tells
+        it) is none. Games are drawn independently of the task stream, and demonstration i is the same however
+        many are asked for.
         """
 
-        def answer(live: list[Episode]) -> list[Sample]:
-            samples = []
-            for episode in live:
-                chance, admissible = episode.rng.random(), episode.view.admissible
+        def actions(live: list[Episode]) -> Iterator[str | None]:
+            chances = [episode.rng.random() for episode in live]
+            slips = [[action for action in episode.view.admissible if "<" not in action] for episode in live]
+            turns = list(zip(live, chances, slips, strict=True))
+            advice = self.pool.expert(
+                episode.slot
+                for episode, chance, others in turns
+                if chance < expert_share + hesitation_share or not others
+            )
+            for episode, chance, others in turns:
+                advised = advice.get(episode.slot, ("", ""))
+                if advised is None:
+                    yield None
+                    continue
+                expert, look_around = advised
                 if chance < expert_share:
-                    action = episode.env.searching_expert()
-                elif chance < expert_share + hesitation_share and episode.env.look_around in admissible:
-                    action = episode.env.look_around
+                    yield expert
+                elif chance < expert_share + hesitation_share and look_around in episode.view.admissible:
+                    yield look_around
                 else:
-                    action = episode.rng.choice(admissible)
-                ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
-                samples.append(Sample(ids, [0.0] * len(ids), stopped=True))
-            return samples
+                    yield episode.rng.choice(others) if others else expert
 
-        size = self.envs[0].size("train")
+        def reply(action: str) -> Sample:
+            ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
+            return Sample(ids, [0.0] * len(ids), stopped=True)
+
+        def answer(live: list[Episode]) -> list[Sample | None]:
+            return [None if action is None else reply(action) for action in actions(live)]
+
+        if not hasattr(self.pool.env, "searching_expert"):
+            raise ValueError(f"{self.name} has no expert to show how it is played")
+        size = self.pool.env.size("train")
         rng = random.Random(f"{self.seed} demonstration games")
         specs = [("train", rng.randrange(size), f"demonstration {i}") for i in range(episodes)]
         return self._play(answer, specs)
@@ -259,14 +276,18 @@ class World:
     def game(self, position: int) -> int:
         """The training game at that place of the stream: each game once per epoch, in an order of the run's
         seed."""
-        size = self.envs[0].size("train")
+        size = self.pool.env.size("train")
         return _epoch_order(self.seed, position // size, size)[position % size]
 
     def opening_tokens(self) -> int:
         """Length of the first prompt of a game."""
-        episode = Episode(0, self.envs[0], "train", 0, random.Random(0), 1, self.dialogue)
-        episode.start()
+        episode = Episode(0, 0, self.name, "train", 0, random.Random(0), 1, self.dialogue)
+        episode.see(self.pool.reset({0: ("train", 0)})[0])
         return len(episode.prompt_ids)
+
+    def close(self) -> None:
+        """End the worker processes; nothing can be played afterwards."""
+        self.pool.close()
 
     def state_dict(self) -> dict[str, int]:
         return {"tasks": self.tasks, "episodes": self.episodes, "turns": self.turns}
@@ -289,27 +310,41 @@ class World:
         return self._play(answer, specs)
 
     def _play(
-        self, answer: Callable[[list[Episode]], Iterable[Sample]], specs: list[tuple[str, int, str]]
+        self, answer: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]
     ) -> list[Trajectory]:
         """Play (split, game, name of its random draws) to the end, `parallel` at a time; results in the
-        given order."""
-        while len(self.envs) < min(self.parallel, len(specs)):
-            self.envs.append(self.make_env())
-        free, live, done = list(self.envs), [], {}
+        given order.
+
+        An answer of None says that the environment has crashed.
+        """
+        free = list(range(min(self.parallel, len(specs))))[::-1]
         waiting = list(enumerate(specs))[::-1]
+        live, done = [], {}
         while live or waiting:
+            begun = []
             while waiting and free:
                 place, (split, index, name) = waiting.pop()
-                rng = random.Random(f"{self.seed} {name}")
-                live.append(Episode(place, free.pop(), split, index, rng, self.step_limit, self.dialogue))
-                live[-1].start()
+                rng, slot = random.Random(f"{self.seed} {name}"), free.pop()
+                begun.append(
+                    Episode(place, slot, self.name, split, index, rng, self.step_limit, self.dialogue)
+                )
+            views = self.pool.reset({episode.slot: (episode.split, episode.index) for episode in begun})
+            for episode in begun:
+                episode.see(views[episode.slot])
+            live += begun
+
             playing = [episode for episode in live if episode.stop_reason is None]
-            for episode, sample in zip(playing, answer(playing) if playing else [], strict=True):
-                episode.receive(sample)
+            replies = zip(playing, answer(playing) if playing else [], strict=True)
+            actions = {episode.slot: episode.receive(reply) for episode, reply in replies if reply}
+            views = self.pool.step({slot: action for slot, action in actions.items() if action})
+            for episode in playing:
+                unchanged = episode.view if actions.get(episode.slot) == "" else None
+                episode.see(views.get(episode.slot, unchanged))
+
             for episode in live:
                 if episode.stop_reason is not None:
                     done[episode.place] = episode.trajectory()
-                    free.append(episode.env)
+                    free.append(episode.slot)
             live = [episode for episode in live if episode.stop_reason is None]
         return [done[place] for place in range(len(specs))]
 

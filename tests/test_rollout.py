@@ -194,12 +194,12 @@ def test_draws_differ_between_seeds_tasks_members_and_purposes():
 
 def test_evaluation_plays_the_fixed_panel_at_its_own_temperature_and_is_not_counted():
     world, policy = toy_world(4), ToyPolicy()
-    panel = world.evaluate(policy, 4, temperature=0.4)
+    panel = world.evaluate(policy, "eval", 4, temperature=0.4)
     assert [episode.task_id for episode in panel] == [f"toy/eval/{i}" for i in range(4)]
     world.collect(policy, 1)
     assert [temperature for _, _, temperature, _ in world.sampler.calls] == [0.4] * 3 + [1.0] * 3
     assert (world.tasks, world.episodes) == (1, 4)
-    again = world.evaluate(policy, 4, temperature=0.4)
+    again = world.evaluate(policy, "eval", 4, temperature=0.4)
     assert [e.to_dict() for e in panel] == [e.to_dict() for e in again]
 
 

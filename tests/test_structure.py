@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ORDER = [
     *["losses", "buffer", "household", "webshop", "alfworld_engine", "envs", "sampler", "policy"],
-    *["reward_model", "rollout", "rspo", "checkpoint", "report", "flags", "train", "reproduce", "bench"],
+    *["reward_model", "pool", "rollout", "rspo", "checkpoint", "report", "flags", "train"],
+    *["reproduce", "bench"],
 ]
 FILES = [name for name in ORDER if (ROOT / f"{name}.py").exists()]
 METHOD = [name for name in FILES if ORDER.index(name) <= ORDER.index("rspo")]  # the others are the run's
