@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable
 from envs import Env, EnvironmentCrashed, View
 
 START_SECONDS = 900.0  # for a worker to build its first environment, which may read much
-GRACE_SECONDS = 2.0  # for a worker to end by itself once its socket is closed
+GRACE_SECONDS = 1.0  # for a worker to end by itself once its socket is closed
 
 
 class _Slots:
@@ -105,18 +105,22 @@ class _Worker:
         self.answers.close()
         self.socket.close()
 
-    def kill(self) -> int:
-        """Its exit status: a process that was ending already keeps its own."""
-        self.process.kill()
-        return self.process.wait()
+    def end(self, seconds: float) -> int:
+        """Its exit status; it is killed if it has not ended by itself in so long."""
+        self.hang_up()
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
 
     def _wait_until(self, deadline: float) -> None:
         self.socket.settimeout(max(deadline - time.monotonic(), 0.01))  # what has come already is still read
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return "gave no answer in time"
-        return f"ended with exit status {self.kill()}"
+            return f"{self.process.pid} gave no answer in time"
+        return f"{self.process.pid} ended with exit status {self.end(GRACE_SECONDS)}"
 
 
 class Pool:
@@ -184,9 +188,8 @@ class Pool:
                 except _WorkerLost as loss:
                     lost[place] = loss
         for place, loss in lost.items():
-            warnings.warn(f"a worker process {loss}: it is replaced, its episodes crashed", stacklevel=4)
-            self._workers[place].hang_up()
-            self._workers[place].kill()
+            warnings.warn(f"worker process {loss}: it is replaced, its episodes crashed", stacklevel=4)
+            self._workers[place].end(0.0)
         self._start(lost)
         return answers
 
@@ -201,7 +204,7 @@ class Pool:
             for place in places:
                 self._workers[place].receive(deadline)
         except _WorkerLost as loss:
-            raise RuntimeError(f"a new worker process {loss}") from loss
+            raise RuntimeError(f"new worker process {loss}") from loss
 
     @contextlib.contextmanager
     def _closed_by_exceptions(self):
@@ -222,10 +225,7 @@ def _end(workers: dict[int, _Worker]) -> None:
         worker.hang_up()
     deadline = time.monotonic() + GRACE_SECONDS
     for worker in workers.values():
-        try:
-            worker.process.wait(max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            worker.kill()
+        worker.end(max(deadline - time.monotonic(), 0.0))
     workers.clear()
 
 

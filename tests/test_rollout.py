@@ -201,6 +201,8 @@ def test_evaluation_plays_the_fixed_panel_at_its_own_temperature_and_is_not_coun
     assert (world.tasks, world.episodes) == (1, 4)
     again = world.evaluate(policy, "eval", 4, temperature=0.4)
     assert [e.to_dict() for e in panel] == [e.to_dict() for e in again]
+    other = world.evaluate(policy, "train", 3, temperature=0.4)
+    assert [episode.task_id for episode in other] == [f"toy/train/{i}" for i in range(3)]
 
 
 class Open(ToyEnv):
@@ -226,6 +228,62 @@ def test_demonstrations_mix_the_expert_with_hesitation_and_random_actions():
     shares = {"expert_share": 0.4, "hesitation_share": 0.3}
     assert share("look", toy_world(make_env=Open), **shares) == pytest.approx(0.4, abs=0.04)  # .3 + .3 / 3
     assert share("left", toy_world(), **shares) == pytest.approx(0.3, abs=0.04)  # nothing to look at: .6 / 2
+
+
+class Shop(ToyEnv):
+    """The toy with a template among its actions, and an idle action that is another in each state."""
+
+    blind, says = False, ("search[<your query>]", "left", "right")
+
+    @property
+    def look_around(self):
+        return f"look {len(self.path)}"
+
+    def searching_expert(self):
+        if self.blind and self.path:
+            raise EnvironmentCrashed("the engine broke")
+        return "right"
+
+    def _view(self):
+        return dataclasses.replace(super()._view(), admissible=(*self.says, self.look_around))
+
+
+class Templates(Shop):
+    """Nothing but a template is admissible."""
+
+    says, look_around = (), "search[<your query>]"
+
+
+class Blind(Shop):
+    blind = True
+
+
+def said(world, *shares):
+    return [[step.action for step in episode.steps] for episode in world.demonstrations(60, *shares)]
+
+
+def test_a_demonstration_errs_with_actions_that_can_be_typed_and_looks_around_where_it_is():
+    errs = said(toy_world(make_env=Shop), 0.0, 0.0)
+    kinds = {f"look {turn}" for turn in range(3)} | {"left", "right"}
+    assert {action for episode in errs for action in episode} == kinds
+    assert said(toy_world(make_env=Shop), 0.0, 1.0) == [["look 0", "look 1", "look 2"]] * 60
+    assert said(toy_world(make_env=Templates), 0.0, 0.0) == [["right"] * 3] * 60  # the expert's, for want
+
+
+def test_an_expert_that_crashes_costs_its_episode():
+    episodes = toy_world(make_env=Blind).demonstrations(60, 0.5, 0.0)
+    crashed = [episode for episode in episodes if episode.stop_reason is StopReason.CRASHED]
+    assert 30 < len(crashed) < 60  # the expert is asked in turn 2 or 3: 3 in 4
+    assert {len(episode.steps) for episode in crashed} == {1, 2}
+    assert all(len(episode.steps) == 3 for episode in episodes if episode not in crashed)
+
+
+def test_demonstrations_need_an_expert():
+    class Unknown(ToyEnv):
+        searching_expert = property()  # as if there were none
+
+    with pytest.raises(ValueError, match="toy has no expert"):
+        toy_world(make_env=Unknown).demonstrations(2, 0.5, 0.2)
 
 
 def test_demonstration_i_is_the_same_however_many_are_asked_for():
