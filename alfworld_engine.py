@@ -1,0 +1,840 @@
+"""An engine for ALFWorld's text games: the texts, commands and results of TextWorld's, at a fraction of its time.
+
+`Game(path)` plays one `game.tw-pddl` (Shridhar et al. 2021). Two steps make it:
+
+1. `_translate`, once for each game file: the libraries ground the planning task (Fast Downward's translator) and
+   parse the grammar of the sentences (TextWorld), and the result is written down as plain data: atoms, operators,
+   axioms, goal, the facts that sentences speak of, the sentences as small trees. It takes 0.4 to 1.2 s and is
+   kept on disk (`cache_folder`), so the second process, and the second run, begin in milliseconds.
+2. `_Table`, that data made playable. A state is two integers, one bit an atom. Which commands are possible is
+   worked out for all operators at once by bitwise logic; a sentence comes from walking its tree; both are kept for
+   states already seen, up to a limit. Only Python integers, dicts and strings take part, no planner library:
+   games cannot disturb each other, nothing is left behind by a dropped one, and equal files share one table.
+
+What decides the text is kept exactly, also where it is odd: facts once denied stay known as denied, an entity
+cannot fill two places of one condition, and sentences hear of effects whose condition was not met.
+tests/compare_alfworld.py plays beside the stock engine.
+
+Left out: planning (`policy_commands`, the experts), TextWorld's other information (score, facts, inventory), and
+what these games do not have, such as commands whose wording depends on the state (a ValueError says so).
+
+    python alfworld_engine.py DIR --processes n     # translate every game below DIR beforehand
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import threading
+import warnings
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+TASK_TYPES = (
+    "pick_and_place",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+)
+NOTHING = "Nothing happens."
+GAME_FILE = "game.tw-pddl"
+
+FORMAT = 1  # of the cached data; a change of `_translate` raises it
+PACKAGES = ("textworld", "alfworld", "fast-downward-textworld")
+N_TABLES = 64  # games kept playable in memory after their last Game is gone
+N_TRANSITIONS = 2000  # remembered in each game, about 1 MB
+
+
+@dataclass(frozen=True)
+class State:
+    """What a player sees. `won` is success; `done` only says that the game has ended (here: never otherwise)."""
+
+    text: str
+    admissible: list[str]  # in the stock engine's order: sorted
+    won: bool
+    done: bool
+
+
+class Game:
+    """One play of one game file. Games are independent of each other, also those of one file."""
+
+    def __init__(self, path: str | os.PathLike, cache: str | os.PathLike | None = None):
+        """cache: the folder of translated games; by default `cache_folder()`.
+
+        ValueError names a file that is not such a game or whose path names none of the task types; ImportError
+        says how to install ALFWorld.
+        """
+        self.path = os.path.abspath(path)
+        self.task_type = task_type(self.path)
+        self._table = _table(self.path, Path(cache) if cache is not None else cache_folder())
+        self._node = None
+
+    @property
+    def walkthrough(self) -> list[str]:
+        """Commands that win the game from its start, as stored in the file (empty: none is)."""
+        return list(self._table.walkthrough)
+
+    def reset(self) -> State:
+        if self._table is None:
+            raise RuntimeError(f"{self.path}: the game is closed")
+        text, self._node = self._table.start()
+        return self._state(text)
+
+    def step(self, command: str) -> State:
+        """Carry out the command; what is not admissible changes nothing. A won game can be played on."""
+        node = self._node
+        if node is None:
+            raise RuntimeError(f"{self.path}: reset() comes before step()")
+        command = command.strip()
+        text, self._node = node.next.get(command) or self._table.follow(node, command)
+        return self._state(text)
+
+    def close(self) -> None:
+        """Let go of the game; it cannot be played any more."""
+        self._table = self._node = None
+
+    def _state(self, text: str) -> State:
+        return State(text, list(self._node.admissible), self._node.won, self._node.won)
+
+
+def task_type(path: str) -> str:
+    """Which of TASK_TYPES the path names: its last part that names one, so a folder further up cannot mislead."""
+    for part in reversed(Path(path).parts):
+        for name in TASK_TYPES:
+            if name in part:
+                return name
+    raise ValueError(f"{path}: the path names none of the task types {', '.join(TASK_TYPES)}")
+
+
+# --- Sentences: the grammar's trees, walked with the facts of a state ---------------------------------------
+
+
+class _Sentences:
+    """The grammar of one game.
+
+    A sentence is a list of symbols: ["text", t], ["rule", name], ["each", symbol, query or None] and
+    ["list", an "each"]; the symbol inside an "each" is a rule or ["value", expression]. `mapping` says which
+    entity each placeholder (name, type) stands for. `true` and `denied` are the state's bits; None: only what
+    never changes may be asked.
+    """
+
+    def __init__(self, data: dict):
+        self.entities = data["entities"]
+        self.rules = data["rules"]
+        self.queries = data["queries"]
+        by_types: dict[str, dict[tuple, list]] = {}
+        for name, facts in data["facts"].items():
+            for arguments, atom in facts:
+                types = tuple(self.entities[argument][1] for argument in arguments)
+                by_types.setdefault(name, {}).setdefault(types, []).append((tuple(arguments), atom))
+        # Entities are numbered in the order of their ids, so sorted arguments are sorted names.
+        self._facts = {name: {t: sorted(f) for t, f in found.items()} for name, found in by_types.items()}
+        self._plans = [[self._plan(*predicate) for predicate in query] for query in self.queries]
+
+    def _plan(self, name: str, placeholders: list, signatures: list):
+        denied = name.startswith("not_")
+        known = self._facts.get(name.removeprefix("not_"), {})
+        facts = [fact for types in signatures for fact in known.get(tuple(types), ())]
+        if denied:
+            facts = [(arguments, atom) for arguments, atom in facts if atom >= 0]
+        return denied, [tuple(placeholder) for placeholder in placeholders], facts, {}
+
+    def derive(self, symbols: list, mapping: dict, true: int | None, denied: int | None) -> str:
+        parts = []
+        for symbol in symbols:
+            kind = symbol[0]
+            if kind == "text":
+                parts.append(symbol[1])
+            elif kind == "rule":
+                parts.append(self._rule(symbol[1], mapping, true, denied))
+            elif kind == "each":
+                parts += self._each(symbol, mapping, true, denied)
+            else:
+                parts.append(
+                    self._listed(self._each(symbol[1], mapping, true, denied), mapping, true, denied)
+                )
+        return "".join(parts)
+
+    def _rule(self, name: str, mapping: dict, true: int | None, denied: int | None) -> str:
+        for query, symbols in self.rules.get(name, ()):
+            if query is None or next(self._answers(query, mapping, true, denied), None) is not None:
+                return self.derive(symbols, mapping, true, denied)
+        raise ValueError(f"the grammar has no applicable rule #{name}#")
+
+    def _each(self, symbol: list, mapping: dict, true: int | None, denied: int | None) -> list[str]:
+        _, (kind, inner), query = symbol
+        answers = [mapping] if query is None else self._answers(query, mapping, true, denied)
+        if kind == "rule":
+            return [self._rule(inner, answer, true, denied) for answer in answers]
+        return [str(self._value(inner, {name: e for (name, _), e in answer.items()})) for answer in answers]
+
+    def _listed(self, items: list[str], mapping: dict, true: int | None, denied: int | None) -> str:
+        if not items:
+            return self._rule("list_empty", mapping, true, denied)
+        if len(items) == 1:
+            return items[0]
+        separator = self._rule("list_separator", mapping, true, denied)
+        return (
+            separator.join(items[:-1]) + self._rule("list_last_separator", mapping, true, denied) + items[-1]
+        )
+
+    def _value(self, expression: list, variables: dict):
+        kind, *rest = expression
+        if kind == "text":
+            return rest[0]
+        if kind == "+":
+            return self._value(rest[0], variables) + self._value(rest[1], variables)
+        if kind == "or":
+            values = [self._value(part, variables) for part in rest]
+            return next((value for value in values if value), values[-1])
+        id_, type_, name = self.entities[variables[rest[0]]]
+        return {"id": id_, "type": type_, "name": name, "definite": "the", "indefinite": "a"}[rest[1]]
+
+    def _answers(self, query: int, mapping: dict, true: int | None, denied: int | None):
+        """The mappings that extend `mapping` so that all the query's predicates hold, in a fixed order."""
+        return self._search(self._plans[query], 0, mapping, set(mapping.values()), true, denied)
+
+    def _search(self, plan: list, depth: int, mapping: dict, used: set, true: int | None, denied: int | None):
+        if depth == len(plan):
+            yield mapping
+            return
+        negative, placeholders, facts, index = plan[depth]
+        bits = denied if negative else true
+        bound = tuple(i for i, placeholder in enumerate(placeholders) if placeholder in mapping)
+        if bound:
+            if bound not in index:
+                index[bound] = found = {}
+                for fact in facts:
+                    found.setdefault(tuple(fact[0][i] for i in bound), []).append(fact)
+            facts = index[bound].get(tuple(mapping[placeholders[i]] for i in bound), ())
+        for arguments, atom in facts:
+            if atom >= 0:
+                if bits is None:
+                    raise ValueError("a command that depends on the state of the game")
+                if not bits >> atom & 1:
+                    continue
+            new = {}
+            for placeholder, entity in zip(placeholders, arguments, strict=True):
+                known = mapping.get(placeholder, new.get(placeholder))
+                if known is None:
+                    if entity in used or entity in new.values():
+                        break
+                    new[placeholder] = entity
+                elif known != entity:
+                    break
+            else:
+                extended = {**mapping, **new} if new else mapping
+                yield from self._search(plan, depth + 1, extended, used | set(new.values()), true, denied)
+
+
+# --- Play: states as bits ------------------------------------------------------------------------------------
+
+
+class _Node:
+    """One state of a game: its bits, what is possible in it, and the transitions that were taken from it."""
+
+    __slots__ = ("true", "denied", "applicable", "admissible", "won", "next")
+
+    def __init__(self, true, denied, applicable, admissible, won):
+        self.true, self.denied, self.applicable = true, denied, applicable
+        self.admissible, self.won = admissible, won
+        self.next = {}  # command -> (text, node)
+
+
+class _Table:
+    """A translated game, ready to be played; shared by all its games, which keep only their node.
+
+    Operators are numbered by their command's place in the alphabet, then in the planner's order: the set bits of
+    an applicable set, read upwards, are the admissible commands in the stock engine's order, and the first
+    applicable operator of a command is the one that the stock engine would carry out.
+    """
+
+    def __init__(self, data: dict):
+        self.walkthrough = data["walkthrough"]
+        self._sentences = _Sentences(data)
+        self._actions = [(s, [tuple(p) for p in placeholders]) for s, placeholders in data["actions"]]
+        self._commands = data["commands"]
+        self._operators = [
+            (
+                action,
+                tuple(arguments),
+                tuple(effects),
+                [(*_condition_bits(body), code) for body, code in uncertain],
+            )
+            for _, action, arguments, _, effects, uncertain in data["operators"]
+        ]
+        self._command_of = [operator[0] for operator in data["operators"]]
+        self._of_command: dict[str, list[int]] = {}
+        for number, command in enumerate(self._command_of):
+            self._of_command.setdefault(self._commands[command], []).append(number)
+        self._index_conditions([operator[3] for operator in data["operators"]])
+        self._goal = _condition_bits(data["goal"])
+        self._layers = [[(head, *_condition_bits(body)) for head, body in layer] for layer in data["axioms"]]
+        self._default = _bits(data["default"])
+        self._deniable = _bits(data["deniable"])
+        self._beginning = _bits(data["start"])
+        self._lock = threading.Lock()
+        self._nodes: dict[tuple[int, int], _Node] = {}
+        self._lists: dict[int, tuple[str, ...]] = {}
+        self._n_transitions = 0
+        self._first = None
+
+    def _index_conditions(self, conditions: list[list[int]]) -> None:
+        """For each place in the list of a precondition, which operators have what there.
+
+        self._places: (operators with nothing positive there, {atom: operators that ask for it there}).
+        """
+        n_places = max((sum(code % 2 for code in condition) for condition in conditions), default=0)
+        every = (1 << len(conditions)) - 1
+        wanted = [{} for _ in range(n_places)]
+        self._unwanted: dict[int, int] = {}
+        for number, condition in enumerate(conditions):
+            positive = [code >> 1 for code in condition if code % 2]
+            for place, atom in enumerate(positive):
+                wanted[place].setdefault(atom, []).append(number)
+            for code in condition:
+                if not code % 2:
+                    self._unwanted.setdefault(code >> 1, []).append(number)
+        self._unwanted = {atom: _bits(numbers) for atom, numbers in self._unwanted.items()}
+        self._places = []
+        for place in wanted:
+            place = {atom: _bits(numbers) for atom, numbers in place.items()}
+            asking = 0
+            for numbers in place.values():
+                asking |= numbers
+            self._places.append((every & ~asking, place))
+        self._every = every
+        self._asked = _bits([*self._unwanted, *(atom for place in wanted for atom in place)])
+
+    def start(self) -> tuple[str, _Node]:
+        """The text and the state at the beginning."""
+        if self._first is None:
+            node = self._node(self._beginning, 0)
+            self._first = self._sentences.derive([["rule", "intro"]], {}, node.true, node.denied), node
+        return self._first
+
+    def follow(self, node: _Node, command: str) -> tuple[str, _Node]:
+        """What the command answers in this state, and the state it leads to."""
+        number = next((n for n in self._of_command.get(command, ()) if node.applicable >> n & 1), None)
+        if number is None:
+            return NOTHING, node
+        action, arguments, effects, uncertain = self._operators[number]
+        true, denied = node.true, node.denied
+        for code in effects:
+            true, denied = _put(true, code), _put(denied, code ^ 1)
+        if uncertain:
+            before = self._with_axioms(node.true)
+            for positive, negative, code in uncertain:
+                if before & positive == positive and not before & negative:
+                    true = _put(true, code)
+        denied &= self._deniable
+        feedback, placeholders = self._actions[action]
+        text = self._sentences.derive(feedback, dict(zip(placeholders, arguments, strict=True)), true, denied)
+        with self._lock:
+            if self._n_transitions >= N_TRANSITIONS:
+                self._forget()
+            result = node.next[command] = text, self._node(true, denied)
+            self._n_transitions += 1
+        return result
+
+    def _forget(self) -> None:
+        for node in self._nodes.values():
+            node.next = {}
+        self._nodes.clear()
+        self._lists.clear()
+        self._n_transitions = 0
+
+    def _node(self, true: int, denied: int) -> _Node:
+        node = self._nodes.get((true, denied))
+        if node is None:
+            known = self._with_axioms(true)
+            applicable = self._applicable(known)
+            if applicable not in self._lists:
+                names = dict.fromkeys(self._command_of[number] for number in _numbers(applicable))
+                self._lists[applicable] = tuple(self._commands[name] for name in names)
+            positive, negative = self._goal
+            won = known & positive == positive and not known & negative
+            node = _Node(true, denied, applicable, self._lists[applicable], won)
+            self._nodes[true, denied] = node
+        return node
+
+    def _with_axioms(self, true: int) -> int:
+        """The state with its derived atoms: each layer's rules until nothing changes, then the next layer's."""
+        true |= self._default
+        for rules in self._layers:
+            before = None
+            while before != true:
+                before = true
+                for head, positive, negative in rules:
+                    if true & positive == positive and not true & negative:
+                        true = _put(true, head)
+        return true
+
+    def _applicable(self, true: int) -> int:
+        atoms = list(_numbers(true & self._asked))
+        blocked = 0
+        for atom in atoms:
+            blocked |= self._unwanted.get(atom, 0)
+        applicable = self._every & ~blocked
+        for free, place in self._places:
+            met = free
+            for atom in atoms:
+                if atom in place:
+                    met |= place[atom]
+            applicable &= met
+        return applicable
+
+
+def _bits(numbers: list[int]) -> int:
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return bits
+
+
+def _put(bits: int, code: int) -> int:
+    """The literal's atom made what the literal says."""
+    return bits | 1 << (code >> 1) if code % 2 else bits & ~(1 << (code >> 1))
+
+
+def _numbers(bits: int):
+    """The places of the set bits, upwards."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
+
+
+def _condition_bits(codes: list[int]) -> tuple[int, int]:
+    """Of literals 2 * atom + [must be true]: the atoms that must be true, and those that must not."""
+    return _bits([code >> 1 for code in codes if code % 2]), _bits(
+        [code >> 1 for code in codes if not code % 2]
+    )
+
+
+# --- Translation: from the game file to plain data, by the libraries -----------------------------------------
+
+_TRANSLATING = threading.Lock()  # the libraries' parsers and options are global
+
+
+def _translate(game: dict) -> dict:
+    """A game file's content as the plain data that `_Table` plays. A literal is 2 * atom + [true]."""
+    import fast_downward
+
+    with _TRANSLATING:
+        argv = sys.argv
+        try:
+            task, sas = fast_downward.pddl2sas(game["pddl_domain"], game["pddl_problem"])
+        finally:
+            sys.argv = argv
+        grammar = _grammar(game["pddl_domain"], game["grammar"])
+    variables, start, goal, operators, axioms = _read_sas(sas)
+
+    # What is true at the start; entities are numbered in the order of their ids.
+    initial = {(atom.predicate, tuple(atom.args)) for atom in task.init if hasattr(atom, "predicate")}
+    initial = {(predicate, arguments) for predicate, arguments in initial if predicate != "="}
+    fluent = {atom: number for number, (atom, _) in enumerate(variables)}
+    constant = initial - set(fluent)
+    type_of = {thing.name: thing.type_name for thing in task.objects}
+    ids = sorted({argument for _, arguments in initial for argument in arguments})
+    names = _names(ids)
+    entity = {id_: number for number, id_ in enumerate(ids)}
+
+    # The facts that sentences ask for.
+    asked = {predicate[0].removeprefix("not_") for query in grammar["queries"] for predicate in query}
+    if any(layer >= 0 and atom[0] in asked for atom, layer in variables):
+        raise ValueError("a sentence that asks for a derived fact")
+    # The stock engine tells the sentences of each effect, also of one whose condition is not met. So an atom with
+    # such effects has a twin, which is what the sentences see.
+    uncertain = {atom for *_, effects in operators for condition, atom, _ in effects if condition}
+    twins = {}
+    for atom in sorted(uncertain):
+        if variables[atom][0][0] in asked:
+            twins[atom] = len(variables)
+            variables.append((variables[atom][0], -1))
+            start.append(start[atom])
+            fluent[variables[atom][0]] = twins[atom]
+    facts = {}
+    for predicate, arguments in sorted(constant | {atom for atom in fluent if atom[0] in asked}):
+        if predicate in asked:
+            number = fluent.get((predicate, arguments), -1)
+            facts.setdefault(predicate, []).append([[entity[argument] for argument in arguments], number])
+    hierarchy = _hierarchy(task.types)
+    for query in grammar["queries"]:
+        for predicate in query:
+            types = [hierarchy.get(type_) for _, type_ in predicate[1]]
+            predicate.append([[t.name for t in found] for found in hierarchy.multi_subtypes(types)])
+    data = {
+        "walkthrough": game.get("walkthrough") or [],
+        "entities": [[id_, type_of[id_], names[id_]] for id_ in ids],
+        "rules": grammar["rules"],
+        "queries": grammar["queries"],
+        "facts": facts,
+    }
+
+    # Operators in the order of their commands, then in the planner's, which sorts by preconditions.
+    sentences = _Sentences(data)
+    parameters = {
+        action.name: [
+            (p.name.strip("?"), p.type_name) for p in action.parameters[: action.num_external_parameters]
+        ]
+        for action in task.actions
+    }
+    actions = sorted({name for (name, *_), *_ in operators})
+    rows = []
+    for (name, *arguments), condition, effects in operators:
+        numbers = [entity[argument] for argument in arguments]
+        mapping = dict(zip(parameters[name], numbers, strict=True))
+        command = sentences.derive(grammar["templates"][name], mapping, None, None)
+        if "{" in command or "}" in command:
+            command = command.format(**names)
+        rows.append((command, sorted(condition), actions.index(name), numbers, effects))
+    rows.sort(key=lambda row: row[:2])
+    commands = sorted({row[0] for row in rows})
+    place = {command: number for number, command in enumerate(commands)}
+
+    # Only atoms that something reads are kept: states that differ elsewhere are one.
+    read = {atom for _, condition, *_ in rows for atom, _ in condition} | {atom for atom, _ in goal}
+    read |= {atom for head, body in axioms for atom, _ in (head, *body)}
+    read |= {atom for *_, effects in rows for condition, *_ in effects for atom, _ in condition}
+    read |= {number for found in facts.values() for _, number in found if number >= 0}
+    number_of = {old: new for new, old in enumerate(sorted(read))}
+    for found in facts.values():
+        for fact in found:
+            fact[1] = number_of.get(fact[1], -1)
+
+    def told(effects: list):
+        for condition, atom, value in effects:
+            yield condition, atom, value
+            if atom in twins:
+                yield [], twins[atom], value
+
+    def literals(pairs: list) -> list[int]:
+        return [2 * number_of[atom] + (value == TRUE) for atom, value in pairs]
+
+    layers: dict[int, list] = {}
+    for head, body in axioms:
+        if head[1] != start[head[0]]:  # a rule that gives the default value says nothing
+            layers.setdefault(variables[head[0]][1], []).append([literals([head])[0], literals(body)])
+    true_at_start = [atom for atom in sorted(read) if start[atom] == TRUE]
+    denied = {p[0].removeprefix("not_") for q in grammar["queries"] for p in q if p[0].startswith("not_")}
+    return {
+        **data,
+        "commands": commands,
+        "actions": [[grammar["feedback"][name], parameters[name]] for name in actions],
+        "operators": [
+            [
+                place[command],
+                action,
+                numbers,
+                literals(condition),
+                literals([pair for condition, *pair in told(effects) if not condition and pair[0] in read]),
+                [[literals(c), *literals([pair])] for c, *pair in effects if c and pair[0] in read],
+            ]
+            for command, condition, action, numbers, effects in rows
+        ],
+        "goal": literals(goal),
+        "axioms": [layers[layer] for layer in sorted(layers)],
+        "start": [number_of[atom] for atom in true_at_start if variables[atom][1] < 0],
+        "default": [number_of[atom] for atom in true_at_start if variables[atom][1] >= 0],
+        "deniable": [number_of[atom] for atom in sorted(read) if variables[atom][0][0] in denied],
+    }
+
+
+TRUE = 0  # the first value of each variable of the planning task: "Atom x"; the second is "NegatedAtom x"
+
+
+def _read_sas(sas: str):
+    """The translator's output: [(atom, axiom layer)], start values, goal, [(name, condition, effects)], axioms.
+
+    An atom is (predicate, arguments), a condition a list of (variable, value), an effect (condition, variable,
+    value), an axiom ((variable, value), condition).
+    """
+    lines = iter(sas.split("\n"))
+
+    def number() -> int:
+        return int(next(lines))
+
+    def numbers() -> list[int]:
+        return [int(word) for word in next(lines).split()]
+
+    def pairs() -> list[tuple[int, int]]:
+        return [tuple(numbers()) for _ in range(number())]
+
+    def skip_to(line: str) -> None:
+        while next(lines) != line:
+            pass
+
+    skip_to("end_metric")
+    variables = []
+    for _ in range(number()):
+        skip_to("begin_variable")
+        next(lines)
+        layer, n_values = number(), number()
+        values = [next(lines) for _ in range(n_values)]
+        if n_values != 2 or not values[TRUE].startswith("Atom ") or not values[1].startswith("NegatedAtom "):
+            raise ValueError(f"a variable that is not one atom: {values}")
+        predicate, _, arguments = values[TRUE].removeprefix("Atom ").partition("(")
+        variables.append(((predicate, tuple(a for a in arguments[:-1].split(", ") if a)), layer))
+    skip_to("begin_state")
+    start = [number() for _ in variables]
+    skip_to("begin_goal")
+    goal = pairs()
+    skip_to("end_goal")
+    operators = []
+    for _ in range(number()):
+        skip_to("begin_operator")
+        name = next(lines).split()
+        condition, effects = pairs(), []
+        for _ in range(number()):
+            words = numbers()
+            *flat, variable, before, after = words[1:]
+            effects.append((list(zip(flat[::2], flat[1::2], strict=True)), variable, after))
+            if before >= 0:
+                condition.append((variable, before))
+        operators.append((name, condition, effects))
+    skip_to("end_operator")
+    axioms = []
+    for _ in range(number()):
+        skip_to("begin_rule")
+        body = pairs()
+        variable, _, after = numbers()
+        axioms.append(((variable, after), body))
+    return variables, start, goal, operators, axioms
+
+
+def _grammar(domain: str, text: str) -> dict:
+    """The grammar's rules, and the commands and answers of its actions, as the trees that `_Sentences` walks."""
+    from textworld.envs.pddl.logic import GameLogic
+    from textworld.envs.pddl.textgen import ContextSensitiveGrammar
+
+    logic = GameLogic(domain=domain, grammar=text)
+    queries: dict[str, int] = {}
+
+    def tree(symbol) -> list:
+        kind = type(symbol).__name__
+        if kind == "TerminalSymbol":
+            return ["text", str(symbol.symbol)]
+        if kind == "NonterminalSymbol":
+            return ["rule", symbol.symbol]
+        if kind == "EvalSymbol":
+            return ["value", _expression(symbol.expression)]
+        if kind == "ListSymbol":
+            return ["list", tree(symbol.symbol)]
+        return ["each", tree(symbol.expression), query(symbol.given)]
+
+    def query(condition: str | None) -> int | None:
+        return queries.setdefault(condition, len(queries)) if condition else None
+
+    def trees(sentence: str) -> list:
+        parsed = ContextSensitiveGrammar.parse(json.dumps({"it": [{"rhs": sentence}]}))
+        return [tree(symbol) for symbol in parsed._rules["it"][0].rhs]
+
+    rules = {
+        name: [[query(rule.condition), [tree(symbol) for symbol in rule.rhs]] for rule in alternatives]
+        for name, alternatives in logic.grammar._rules.items()
+    }
+    return {
+        "rules": rules,
+        "templates": {name: trees(action.template) for name, action in logic.actions.items()},
+        "feedback": {name: trees(action.feedback_rule) for name, action in logic.actions.items()},
+        "queries": [_predicates(condition) for condition in queries],
+    }
+
+
+def _predicates(condition: str) -> list:
+    """Of "p(x:t) & q(x:t, y:u)": [["p", [["x", "t"]]], ["q", [["x", "t"], ["y", "u"]]]]."""
+    from textworld.logic import Rule
+
+    predicates = Rule.parse_conjunctive_query(condition).preconditions
+    return [[predicate.name, [[p.name, p.type] for p in predicate.parameters]] for predicate in predicates]
+
+
+def _expression(code: str) -> list:
+    """Of "o.indefinite + ' ' + o.name": a tree; nothing of a game file is ever run as Python."""
+
+    def tree(node) -> list:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ATTRIBUTES:
+            return ["of", node.value.id, node.attr]
+        if isinstance(node, ast.Name):
+            return ["of", node.id, "name"]  # an entity prints as its name
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return ["text", node.value]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return ["+", tree(node.left), tree(node.right)]
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            return ["or", *(tree(value) for value in node.values)]
+        raise ValueError(f"an expression that the engine does not know: {code.strip()}")
+
+    return tree(ast.parse(code.strip(), mode="eval").body)
+
+
+ATTRIBUTES = ("id", "type", "name", "definite", "indefinite")
+
+
+def _hierarchy(types: list):
+    """TextWorld's tree of types; it decides in which order facts of mixed types are visited."""
+    from textworld.logic import Type, TypeHierarchy
+
+    hierarchy = TypeHierarchy()
+    for type_ in {type_.name: type_ for type_ in reversed(types)}.values():  # the first of a name counts
+        hierarchy.add(Type(type_.name, type_.supertype_names))
+    return hierarchy
+
+
+def _names(ids: list[str]) -> dict[str, str]:
+    """Entity id -> the name that ALFWorld shows, such as "cabinet 4"."""
+    from alfworld.agents.utils.misc import Demangler
+
+    demangler = Demangler(game_infos={id_: argparse.Namespace(id=id_) for id_ in ids})
+    return {id_: demangler.demangle_alfred_name(id_) for id_ in ids}
+
+
+# --- The cache: translated games in memory and on disk ---------------------------------------------------------
+
+_tables: OrderedDict[str, _Table] = OrderedDict()  # the last N_TABLES games, by key
+_tables_lock = threading.Lock()
+
+
+def cache_folder() -> Path:
+    """Where translated games are kept: $RSPO_CACHE/alfworld, else rspo/alfworld in the user's cache folder."""
+    if os.environ.get("RSPO_CACHE"):
+        return Path(os.environ["RSPO_CACHE"]) / "alfworld"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rspo" / "alfworld"
+
+
+def clear_cache(folder: str | os.PathLike | None = None) -> int:
+    """Forget all translated games, in memory and in the folder; how many files that removed.
+
+    4,027 games (all that ALFWorld has) take some 80 MB.
+    """
+    with _tables_lock:
+        _tables.clear()
+    files = [*Path(folder or cache_folder()).glob("*.game"), *Path(folder or cache_folder()).glob("*.part")]
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
+
+
+@functools.cache
+def _versions() -> str:
+    try:
+        return " ".join(f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES)
+    except importlib.metadata.PackageNotFoundError as error:
+        message = f"ALFWorld needs the package {error.name}: pip install -r requirements/alfworld.txt"
+        raise ImportError(message) from error
+
+
+def _table(path: str, folder: Path) -> _Table:
+    content = Path(path).read_bytes()
+    key = hashlib.sha256(f"{FORMAT} {_versions()}\n".encode() + content).hexdigest()
+    with _tables_lock:
+        if key in _tables:
+            _tables.move_to_end(key)
+            return _tables[key]
+    table = _build(path, content, folder / f"{key}.game")
+    with _tables_lock:
+        _tables[key] = table
+        while len(_tables) > N_TABLES:
+            _tables.popitem(last=False)
+    return table
+
+
+def _build(path: str, content: bytes, file: Path) -> _Table:
+    data = _load(file)
+    if data is not None:
+        try:
+            return _Table(data)
+        except (LookupError, TypeError, ValueError) as error:
+            warnings.warn(f"{file}: not a translated game ({error!r}); translating again", stacklevel=4)
+    data = _translated(path, content)
+    _save(file, data)
+    return _Table(data)
+
+
+def _translated(path: str, content: bytes) -> dict:
+    try:
+        return _translate(json.loads(content))
+    except ImportError:
+        raise
+    except (Exception, SystemExit) as error:  # the libraries' parsers raise all sorts, and exit
+        raise ValueError(f"{path}: not a game that can be played: {error!r}") from error
+
+
+def _load(file: Path) -> dict | None:
+    """The data of a cache file; None when there is none, or a damaged one."""
+    try:
+        stored = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_once(f"{file.parent}: translated games cannot be read: {error}")
+        return None
+    digest, packed = stored[:32], stored[32:]
+    if hashlib.sha256(packed).digest() != digest:
+        warnings.warn(f"{file}: damaged; translating the game again", stacklevel=5)
+        return None
+    return json.loads(zlib.decompress(packed))
+
+
+def _save(file: Path, data: dict) -> None:
+    """Write a cache file whole or not at all: other processes may be writing the same one."""
+    packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
+            part.write(hashlib.sha256(packed).digest() + packed)
+        os.replace(part.name, file)
+    except OSError as error:
+        _warn_once(f"{file.parent}: translated games cannot be kept: {error}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+# --- Command line ------------------------------------------------------------------------------------------------
+
+
+def _warm(path: str) -> str | None:
+    """Translate one game into the cache; the complaint, if it cannot be."""
+    try:
+        Game(path).close()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main() -> int:
+    from concurrent.futures import ProcessPoolExecutor
+
+    parser = argparse.ArgumentParser(
+        description="Translate every ALFWorld game below a folder into the cache."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--processes", type=int, default=1)
+    args = parser.parse_args()
+    paths = sorted(str(path) for path in args.folder.rglob(GAME_FILE))
+    if not paths:
+        parser.error(f"no {GAME_FILE} below {args.folder}")
+    with ProcessPoolExecutor(args.processes) as pool:
+        complaints = [complaint for complaint in pool.map(_warm, paths, chunksize=8) if complaint]
+    print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
+    print(f"{len(paths) - len(complaints)} of {len(paths)} games are in {cache_folder()}")
+    return int(bool(complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
