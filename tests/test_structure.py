@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    *["losses", "buffer", "household", "webshop", "alfworld_engine", "envs", "sampler", "policy"],
+    *["losses", "buffer", "household", "webshop_search", "webshop", "alfworld_engine"],
+    *["envs", "sampler", "policy"],
     *["reward_model", "pool", "rollout", "rspo", "checkpoint", "report", "flags", "train"],
     *["reproduce", "bench"],
 ]

@@ -1,0 +1,701 @@
+"""WebShop (Yao et al. 2022) as a library: the shop, its goals, its pages and its reward; no web server.
+
+It answers as the official program does (princeton-nlp/WebShop, text environment), page by page and to the
+last digit of the reward, from the official data files alone: no Java, browser or network. Read in order: the
+products, the goals, the reward, the pages, a session. The search engine is webshop_search.py.
+
+Prices of products sold in a range and the price limits of goals come from one random generator that belongs
+to the shop: `seed` gives the goals that the official program has after random.seed(seed).
+
+Left out: the special queries <r>, <a>, <c> and <q> (two of them crash the official program; here they are
+text), images, and reviews (the official data has none).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import json
+import random
+import re
+import warnings
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from sys import intern
+from typing import NamedTuple
+
+import webshop_search
+
+HITS, PAGE_SIZE = 50, 10  # products found by a search, shown on one page
+NO_LIMIT = 1_000_000  # the price limit of a goal that names none
+SOURCE = "the official repository princeton-nlp/WebShop: its setup.sh downloads it (-d small or -d all)"
+SETS = {  # products and attributes; never mixed
+    "small": ("items_shuffle_1000.json", "items_ins_v2_1000.json"),
+    "all": ("items_shuffle.json", "items_ins_v2.json"),
+}
+HUMAN_GOALS, TITLE_NOUNS, COLORS = "items_human_ins.json", "title_nouns_spacy_sm380.json", "color_set.json"
+
+
+# --- Products ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    asin: str
+    title: str
+    description: str
+    bullets: tuple[str, ...]  # the page "Features"
+    category: str
+    query: str  # what one searches to find its kind
+    product_category: str  # "Home & Kitchen › Furniture › ..."
+    options: dict[str, tuple[str, ...]]  # {"color": ("black", "blue | red"), ...}
+    attributes: tuple[str, ...]
+    price_tag: str  # "$9.99" or "$9.99 to $12.99"
+    price: float  # for a range: drawn once
+
+    @property
+    def document(self) -> str:
+        """What the search engine reads of it."""
+        options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
+        return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
+
+
+def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
+    """The elements of a JSON array, or the (key, value) pairs of an object, read piece by piece."""
+    decode = json.JSONDecoder().raw_decode
+    gap = re.compile(r"[\s,:]*")
+    with open(path, encoding="utf-8") as file:
+        buffer = file.read(chunk)
+        at = gap.match(buffer).end()
+        opening, at = buffer[at : at + 1], at + 1
+        if opening not in ("[", "{"):
+            raise ValueError(f"{path}: expected a JSON array or object")
+        values = []
+        while True:
+            at = gap.match(buffer, at).end()
+            if buffer[at : at + 1] == ("]" if opening == "[" else "}"):
+                return
+            try:
+                value, end = decode(buffer, at)
+            except json.JSONDecodeError as error:
+                end, fault = len(buffer), error
+            if end == len(buffer):  # perhaps cut off: read on, ever more, so that the time stays linear
+                more = file.read(max(chunk, end - at))
+                if not more:
+                    raise ValueError(f"{path} is damaged or cut short: {fault}") from fault
+                buffer, at = buffer[at:] + more, 0
+                continue
+            at = end
+            values.append(value)
+            if opening == "[" or len(values) == 2:
+                yield values[0] if opening == "[" else tuple(values)
+                values = []
+
+
+def _prices(pricing: str | None) -> list[float]:
+    """The amounts in "$9.99 to $12.99", at most two; 100.0 where none is given."""
+    parts = [re.sub(r"[^\d.]", "", part) for part in (pricing or "").split("$")[1:]]
+    return [float(part) for part in parts][:2] or [100.0]
+
+
+def _product(record: dict, attributes: Sequence[str], rng: random.Random) -> Product:
+    prices = _prices(record.get("pricing"))
+    bullets = record["small_description"]
+    options = {
+        intern(name.lower()): tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
+        for name, values in (record["customization_options"] or {}).items()
+        if values is not None
+    }
+    return Product(
+        asin=record["asin"],
+        title=record["name"],
+        description=record["full_description"],
+        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets,),
+        category=intern(record["category"]),
+        query=intern(record["query"].lower().strip()),
+        product_category=intern(record["product_category"]),
+        options=options,
+        attributes=tuple(attributes),
+        price_tag=" to ".join(f"${price}" for price in prices),
+        price=prices[0] if len(prices) == 1 else rng.uniform(*prices),
+    )
+
+
+class _Instruction(NamedTuple):
+    """What a goal is made of; `options` is None where every choice of the product's options is a goal."""
+
+    text: str
+    attributes: tuple[str, ...]
+    options: tuple[str, ...] | None
+
+
+def _load(folder: Path, goals: str, rng: random.Random, product_set: str):
+    """The products and, for those that have any, their instructions."""
+    products_file, attributes_file = (folder / name for name in SETS[product_set])
+    facts = dict(stream_json(attributes_file))
+    human = dict(stream_json(folder / HUMAN_GOALS)) if goals == "human" else {}
+    products: dict[str, Product] = {}
+    instructions: dict[str, list[_Instruction]] = {}
+    unknown = []
+    for record in stream_json(products_file):
+        asin = record["asin"]
+        if asin == "nan" or len(asin) > 10 or asin in products:
+            continue
+        if asin not in facts:
+            unknown.append(asin)
+        fact = facts.get(asin, {})
+        attributes = [intern(name) for name in fact.get("attributes", ["DUMMY_ATTR"])]
+        products[asin] = _product(record, attributes, rng)
+        if goals == "human":
+            instructions[asin] = [
+                _Instruction(
+                    one["instruction"].strip("."),
+                    tuple(one["instruction_attributes"]),
+                    tuple(one["instruction_options"]),
+                )
+                for one in human.get(asin, ())
+                if one["instruction_attributes"]
+            ]
+        elif fact.get("instruction") is not None:
+            wanted = tuple(intern(name) for name in fact["instruction_attributes"])
+            instructions[asin] = [_Instruction(fact["instruction"], wanted, None)]
+    if unknown:
+        counts = f"{len(unknown)} of {len(products)} products"
+        said = f"{counts} in {products_file} have no entry in {attributes_file}"
+        if goals == "synthetic":
+            raise ValueError(f"{said} (first: {unknown[0]}): the two files belong to different product sets")
+        warnings.warn(f"{said}: they count as having no attributes", stacklevel=4)
+    return products, instructions
+
+
+# --- Goals ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What to buy: `goal_options` is {"color": "red"} for synthetic goals, ("red",) for human ones."""
+
+    asin: str
+    instruction_text: str
+    attributes: tuple[str, ...]
+    goal_options: dict[str, str] | tuple[str, ...]
+    price_upper: float
+
+
+class Goals(Sequence):
+    """All goals in their fixed order. One is made when asked for: the full product set has millions."""
+
+    def __init__(self, products: dict[str, Product], instructions: dict, rng: random.Random):
+        self._recipes = []  # (product, instruction, price limit, its text)
+        starts = [0]
+        for asin, product in products.items():
+            for instruction in instructions.get(asin, ()):
+                limit, text = _price_limit(product.price, rng)
+                self._recipes.append((product, instruction, limit, text))
+                count = 1
+                if instruction.options is None:
+                    for values in product.options.values():
+                        count *= len(values)
+                starts.append(starts[-1] + count)
+        self._starts = array("q", starts)
+        self._order = array("q", range(starts[-1]))
+        random.Random(233).shuffle(self._order)  # 233: the official program's
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = self._order[index]
+        recipe = bisect_right(self._starts, place) - 1
+        product, instruction, limit, limit_text = self._recipes[recipe]
+        if instruction.options is not None:
+            text, options = instruction.text, instruction.options
+        else:
+            options = _combination(product.options, place - self._starts[recipe])
+            wishes = ", and ".join(f"{name}: {value}" for name, value in options.items())
+            text = f"{instruction.text} with {wishes}" if wishes else instruction.text
+        return Goal(product.asin, text + limit_text, instruction.attributes, options, limit)
+
+
+def _price_limit(price: float, rng: random.Random) -> tuple[float, str]:
+    """The larger of two of the next four multiples of ten above the price; none where there are not two."""
+    above = list(itertools.islice((10.0 * i for i in range(1, 100) if 10.0 * i > price), 4))
+    if len(above) < 2:
+        return NO_LIMIT, ""
+    limit = max(rng.sample(above, 2))
+    return limit, f", and price lower than {limit:.2f} dollars"
+
+
+def _combination(options: dict[str, tuple[str, ...]], index: int) -> dict[str, str]:
+    """The index-th choice of one value per option, options sorted by name, the last changing fastest."""
+    names = sorted(options)
+    chosen = {}
+    for name in reversed(names):
+        index, place = divmod(index, len(options[name]))
+        chosen[name] = options[name][place]
+    return {name: chosen[name] for name in names}
+
+
+# --- Reward -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A purchase judged: r_type * (matched attributes + matched options + price) / (their number)."""
+
+    reward: float
+    r_type: float  # 1, 0.5, 0.1 or 0: is it the kind of product?
+    attributes: float  # share of the goal's attributes it has
+    options: float | None  # share of the goal's options chosen; None where the goal has none
+    price: bool  # within the limit
+    title_score: float
+    query_match: bool
+    category_match: bool
+
+
+_LATIN_1 = dict.fromkeys(range(128, 256))  # dropped before comparing; other scripts stay
+
+
+@lru_cache(maxsize=65536)
+def _plain(text: str) -> str:
+    from rapidfuzz.utils import default_process
+
+    return default_process(text.translate(_LATIN_1))
+
+
+def _similar(a: str, b: str) -> bool:
+    from rapidfuzz.fuzz import token_set_ratio
+
+    return round(token_set_ratio(_plain(a), _plain(b))) > 85
+
+
+def _title_score(bought: Sequence[str], wanted: Sequence[str]) -> float:
+    """Share of the wanted title's nouns in the bought one; a repeated noun lowers it, even for one title."""
+    return len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
+
+
+def _parts(product: Product) -> set[str]:
+    return {part.strip() for part in product.product_category.split("›")}
+
+
+def judge(bought: Product, chosen: dict[str, str], goal: Goal, wanted: Product, nouns, colors) -> Score:
+    """The official reward. `wanted` is the goal's product, `nouns` gives a product's title nouns."""
+    title_score = _title_score(nouns(bought), nouns(wanted))
+    query_match = bought.query == wanted.query
+    category_match = len(_parts(bought) & _parts(wanted)) >= 2
+    r_type = 1.0 if query_match or category_match or title_score > 0.2 else 0.5
+    if title_score < 0.1:
+        r_type = 0.1 if title_score else 0.0
+
+    texts = [bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower()]
+    attributes = sum(
+        any(_similar(own, wish) for own in bought.attributes) or any(wish in text for text in texts)
+        for wish in goal.attributes
+    )
+
+    def color_of(option):
+        return next((color for color in colors if color in option), option)
+
+    # A synthetic wish is the pair (name, value): a color counts only where it is the whole value, and what is
+    # compared is the pair written out. A human wish is a plain value.
+    wishes = goal.goal_options
+    wishes = [str(color_of(wish)) for wish in (wishes.items() if isinstance(wishes, dict) else wishes)]
+    values = [color_of(value) for value in chosen.values()]
+    options = sum(any(_similar(value, wish) for value in values) for wish in wishes)
+
+    price = bought.price <= goal.price_upper
+    total = (attributes + options + price) / (len(goal.attributes) + len(wishes) + 1)
+    return Score(
+        total * r_type,
+        r_type,
+        attributes / len(goal.attributes),
+        options / len(wishes) if wishes else None,
+        price,
+        title_score,
+        query_match,
+        category_match,
+    )
+
+
+# --- Pages ------------------------------------------------------------------------------------------------
+
+SUB_PAGES = ("Description", "Features", "Reviews", "Attributes")
+_KINDS = ("search_results", "item_page", "item_sub_page", "done")  # in the order they are looked for in a URL
+
+
+class _Node(NamedTuple):
+    """A piece of visible text: "plain", "button", "product" (a link) or "option", with the option's name."""
+
+    kind: str
+    text: str
+    option: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page as served: what it depends on. Its texts are made when asked for, each alone, and kept."""
+
+    goal_index: int
+    instruction: str
+    kind: str = "index"  # or one of _KINDS
+    show_attributes: bool = False
+    query: str = ""
+    number: int = 1  # which page of the results
+    hits: tuple[Product, ...] = field(default=(), repr=False)
+    product: Product | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    sub_page: str = ""
+    visited: frozenset[str] = frozenset()  # ASINs opened since the last start from the search bar
+    reward: float = 0.0  # shown on the last page
+
+    @cached_property
+    def url(self) -> str:
+        start = "http://127.0.0.1:3000"
+        words = self.query.replace(" ", "+")
+        match self.kind:
+            case "index":
+                return f"{start}/{self.goal_index}"
+            case "search_results":
+                return f"{start}/search_results/{self.goal_index}/{words}/{self.number}"
+            case "done":
+                return f"{start}/done/{self.goal_index}/{self.product.asin}/{self.options}"
+        item = f"{self.goal_index}/{self.product.asin}/{words}/{self.number}"
+        if self.kind == "item_page":
+            return f"{start}/item_page/{item}/{json.dumps(self.options)}"
+        return f"{start}/item_sub_page/{item}/{self.sub_page}/{self.options}"
+
+    @property
+    def kind_in_url(self) -> str:
+        """What the official program takes the page for; query text can mislead it, and then does so here."""
+        return next((kind for kind in _KINDS if kind in self.url), "index")
+
+    def _nodes(self) -> Iterator[_Node]:
+        if self.kind == "done":
+            yield from _receipt(self.product.asin, self.options, self.reward)
+            return
+        if self.kind == "index":
+            yield _Node("plain", "WebShop")
+            yield _Node("plain", "Instruction: ")
+            yield _Node("plain", self.instruction)
+            yield _Node("button", "Search")
+            return
+        yield _Node("plain", "Instruction:")
+        yield _Node("plain", self.instruction)
+        yield _Node("button", "Back to Search")
+        if self.kind == "search_results":
+            yield _Node("plain", f"Page {self.number} (Total results: {len(self.hits)})")
+            if self.number > 1:
+                yield _Node("button", "< Prev")
+            yield _Node("button", "Next >")
+            for product in self.hits[(self.number - 1) * PAGE_SIZE : self.number * PAGE_SIZE]:
+                yield _Node("product", product.asin)
+                yield _Node("plain", product.title)
+                yield _Node("plain", product.price_tag)
+            return
+        yield _Node("button", "< Prev")
+        product = self.product
+        if self.kind == "item_page":
+            for name, values in product.options.items():
+                yield _Node("plain", name)
+                for value in values:
+                    yield _Node("option", value, name)
+            yield _Node("plain", product.title)
+            yield _Node("plain", f"Price: {product.price_tag}")
+            yield _Node("plain", "Rating: N.A.")
+            for name in SUB_PAGES[: 4 if self.show_attributes else 3]:
+                yield _Node("button", name)
+            yield _Node("button", "Buy Now")
+        elif self.sub_page == "Description":
+            yield _Node("plain", product.description)
+        elif self.sub_page == "Features":
+            for bullet in product.bullets:
+                yield _Node("plain", f" {bullet}")
+        elif self.sub_page == "Attributes":
+            for attribute in product.attributes:
+                yield _Node("plain", f" {attribute}")
+            for text in (product.category, product.query, product.product_category):
+                yield _Node("plain", text)
+
+    def _visible(self) -> Iterator[_Node]:
+        """The nodes as an HTML parser keeps them: none that is empty or a line break, blanks as one blank."""
+        for node in self._nodes():
+            if node.text.strip(" \n\t\f\r"):
+                yield node
+            elif node.text and "\n" not in node.text:
+                yield node._replace(text=" ")
+
+    @cached_property
+    def text(self) -> str:
+        return " [SEP] ".join(node.text.strip() for node in self._visible())
+
+    @cached_property
+    def text_rich(self) -> str:
+        lines, clicked = [], []
+        for kind, text, _ in self._visible():
+            is_clicked = (kind == "product" and text in self.visited) or (
+                kind == "option" and f'"{text}"' in self.url
+            )
+            if kind == "plain":
+                lines.append(text)
+                continue
+            mark = "clicked button" if is_clicked else "button"
+            lead = {"product": "\n", "option": "  ", "button": ""}[kind]
+            lines.append(f"{lead}[{mark}] {text} [{mark}_]")
+            if is_clicked and kind == "option":
+                clicked.append(f"You have clicked {text}.")
+        return "".join(f"{line}\n" for line in clicked[::-1] + lines)
+
+    @cached_property
+    def clickables(self) -> dict[str, _Node]:
+        """What can be clicked, by the name to click: buttons and products in page order, then options.
+
+        A value of two options belongs to the later; one that is named like a button takes its place.
+        """
+        nodes = [node for node in self._nodes() if node.kind != "plain"]
+        out = {node.text.lower(): node for node in nodes if node.kind == "button"}
+        out |= {node.text.lower(): node for node in nodes if node.kind == "product"}
+        return out | {node.text: node for node in nodes if node.kind == "option"}
+
+    @property
+    def available_actions(self) -> dict:
+        return {"has_search_bar": self.kind == "index", "clickables": list(self.clickables)}
+
+
+# The last page; the official program leaves most of its fields empty.
+_RECEIPT = (
+    "Thank you for shopping with us!|Your code: |None| (Paste it in your MTurk interface.)|Purchased|asin|"
+    "ASIN|options|OPTIONS|attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|"
+    "price upper|instuction text|category|product category|query|Goal |None|Reward|"
+    "Your score (min 0.0, max 1.0)|REWARD|Reward Details |None"
+)
+
+
+def _receipt(asin: str, options: dict[str, str], reward: float) -> Iterator[_Node]:
+    """What it shows; it tells the reward, so it must not reach the agent."""
+    shown = json.dumps(options, sort_keys=True)
+    for character in "<>&'":
+        shown = shown.replace(character, f"\\u{ord(character):04x}")
+    filled = {"ASIN": asin, "OPTIONS": shown, "REWARD": str(reward)}
+    for text in _RECEIPT.split("|"):
+        yield _Node("plain", filled.get(text, text))
+
+
+# --- The shop and its sessions ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The answer to one action: the page it led to, and what it earned. `score` only after buying."""
+
+    page: Page
+    reward: float = 0.0
+    done: bool = False
+    score: Score | None = None
+
+    @property
+    def text(self) -> str:
+        return self.page.text
+
+    @property
+    def text_rich(self) -> str:
+        return self.page.text_rich
+
+    @property
+    def url(self) -> str:
+        return self.page.url
+
+    @property
+    def available_actions(self) -> dict:
+        return self.page.available_actions
+
+
+def parse_action(action: str) -> tuple[str, str]:
+    """("search", "red shoes") from "search[Red Shoes]"; ("", "") where there is no name[argument].
+
+    As the official pattern (.+)\\[(.+)\\], matched at the start, whatever follows; in linear time.
+    """
+    line = action.split("\n", 1)[0]
+    end = line.rfind("]")
+    start = line.rfind("[", 1, max(end - 1, 0))
+    return (line[:start], line[start + 1 : end].lower()) if start > 0 else ("", "")
+
+
+class Session:
+    """One customer with one goal. It holds a page and nothing else: thousands can live beside each other.
+
+    As in the official program, buying does not lock it: the turn says `done`, a later search still answers.
+    """
+
+    __slots__ = ("shop", "goal_index", "goal", "page")
+
+    def __init__(self, shop: WebShop, goal_index: int):
+        if not 0 <= goal_index < len(shop.goals):
+            raise IndexError(f"there is no goal {goal_index}: the goals are 0..{len(shop.goals) - 1}")
+        self.shop, self.goal_index, self.goal = shop, goal_index, shop.goals[goal_index]
+        self.reset()
+
+    def reset(self) -> Turn:
+        self.page = Page(
+            self.goal_index, self.goal.instruction_text, show_attributes=self.shop.show_attributes
+        )
+        return Turn(self.page)
+
+    def step(self, action: str) -> Turn:
+        """Search, click, or do nothing: every other text changes nothing."""
+        name, argument = parse_action(action)
+        score = None
+        if name == "search":
+            self.page = self._results(argument, 1)
+        elif name == "click" and argument != "search" and argument in self.page.clickables:
+            if argument == "buy now":
+                score = self.shop.judge(self.page.product, self.page.options, self.goal)
+                self.page = replace(self.page, kind="done", reward=score.reward)
+            else:
+                self.page = self._clicked(argument)
+        return Turn(self.page, score.reward if score else 0.0, score is not None, score)
+
+    def _results(self, query: str, number: int) -> Page:
+        page = self.page
+        same = query == page.query and page.kind != "index"
+        hits = page.hits if same else self.shop.found(query)
+        return replace(
+            page, kind="search_results", query=query, number=number, hits=hits, product=None, options={}
+        )
+
+    def _clicked(self, name: str) -> Page:
+        page = self.page
+        if name == "back to search":
+            return Page(self.goal_index, page.instruction, show_attributes=page.show_attributes)
+        if name in ("< prev", "next >"):
+            kind = page.kind_in_url
+            if kind == "search_results":
+                return self._results(page.query, page.number + (1 if name == "next >" else -1))
+            if name == "< prev" and kind == "item_page":
+                return self._results(page.query, page.number)
+        for sub_page in SUB_PAGES:
+            if name == sub_page.lower():
+                return replace(page, kind="item_sub_page", sub_page=sub_page)
+        kind, text, option = page.clickables[name]
+        if kind == "product":
+            product = self.shop.products[text]
+            return replace(page, kind="item_page", product=product, visited=page.visited | {text})
+        options = page.options | {option: name} if kind == "option" else page.options
+        return replace(page, kind="item_page", options=options)
+
+
+class WebShop:
+    """The shop: `.goals`, `.search(query)`, `.session(goal_index)`; `.products` by ASIN, in the file's order.
+
+    `data_dir` holds the official files of one product set: the 1,000 products ("small") or all of them
+    ("all"); where both lie there, name one. Sessions share the shop and never change it.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        seed: int = 0,
+        goals: str = "synthetic",
+        show_attributes: bool = False,
+        product_set: str | None = None,
+    ):
+        if goals not in ("synthetic", "human"):
+            raise ValueError(f'goals: "synthetic" or "human", not {goals!r}')
+        folder = Path(data_dir)
+        self.product_set = _check_files(folder, goals, product_set)
+        self.show_attributes = show_attributes
+        self._colors = _colors(folder)
+        nouns_file = folder / TITLE_NOUNS
+        self._nouns = dict(stream_json(nouns_file)) if nouns_file.exists() else {}
+
+        rng = random.Random(seed)
+        self.products, instructions = _load(folder, goals, rng, self.product_set)
+        if not self._nouns.keys() >= self.products.keys():
+            _check_spacy(f"{nouns_file} {'lacks some titles' if self._nouns else 'is missing'}")
+        self._list = list(self.products.values())
+        self.goals = Goals(self.products, instructions, rng)
+        documents = (product.document for product in self._list)
+        self._index = webshop_search.Index(documents, list(self.products))
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.products)} products, {self._index.size} documents, {len(self.goals)} goals"
+        return f"WebShop({self.product_set}: {sizes})"
+
+    def search(self, query: str, k: int = HITS) -> list[tuple[str, float]]:
+        """(ASIN, BM25 score) of the best k products, best first; equal scores by ASIN."""
+        return [(self._list[i].asin, score) for i, score in zip(*self._index.search(query, k), strict=True)]
+
+    def found(self, query: str) -> tuple[Product, ...]:
+        return tuple(self._list[i] for i in self._index.search(query, HITS)[0])
+
+    def session(self, goal_index: int) -> Session:
+        return Session(self, goal_index)
+
+    def judge(self, bought: Product, chosen: dict[str, str], goal: Goal) -> Score:
+        return judge(bought, chosen, goal, self.products[goal.asin], self._title_nouns, self._colors)
+
+    def _title_nouns(self, product: Product) -> list[str]:
+        if product.asin not in self._nouns:
+            self._nouns[product.asin] = _spacy_nouns(product.title)
+        return self._nouns[product.asin]
+
+
+def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
+    """Which product set lies there; an error that names every missing file and where to get it."""
+    if product_set is not None and product_set not in SETS:
+        raise ValueError(f"product_set: one of {', '.join(SETS)}, not {product_set!r}")
+    present = [name for name, files in SETS.items() if all((folder / file).exists() for file in files)]
+    if product_set is None and len(present) == 2:
+        raise ValueError(f"{folder} holds both product sets, {' and '.join(SETS)}: name one (product_set)")
+    chosen = product_set or (
+        present[0] if present else "all" if (folder / SETS["all"][0]).exists() else "small"
+    )
+    needed = [*SETS[chosen], *([HUMAN_GOALS] if goals == "human" else [])]
+    missing = [f"{file} (from {SOURCE})" for file in needed if not (folder / file).exists()]
+    if not (folder / COLORS).exists() and not _normalizer(folder).exists():
+        missing.append(
+            f"{COLORS} (the list COLOR_SET in web_agent_site/engine/normalize.py of the official repository, "
+            "as JSON; it is read from there when the data lies in that repository's own folder data)"
+        )
+    if missing:
+        raise FileNotFoundError(f"WebShop's data in {folder} is incomplete. Missing: " + "; ".join(missing))
+    return chosen
+
+
+def _normalizer(folder: Path) -> Path:
+    return folder.resolve().parent / "web_agent_site" / "engine" / "normalize.py"
+
+
+def _colors(folder: Path) -> list[str]:
+    """The color names that the reward knows, in its order."""
+    if (folder / COLORS).exists():
+        return list(stream_json(folder / COLORS))
+    for node in ast.parse(_normalizer(folder).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COLOR_SET":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{_normalizer(folder)} holds no list COLOR_SET")
+
+
+def _check_spacy(reason: str) -> None:
+    if not all(importlib.util.find_spec(name) for name in ("spacy", "en_core_web_sm")):
+        raise FileNotFoundError(
+            f"{reason}: the reward compares the nouns of titles. Put the file there, or install spaCy to "
+            "find them: pip install spacy && python -m spacy download en_core_web_sm"
+        )
+
+
+@lru_cache(maxsize=1)
+def _spacy():
+    import spacy
+
+    return spacy.load("en_core_web_sm", exclude=["ner", "parser", "lemmatizer"])
+
+
+def _spacy_nouns(title: str) -> list[str]:
+    return [token.text.lower() for token in _spacy()(title) if token.pos_ in ("NOUN", "PROPN")]
