@@ -1,4 +1,4 @@
-"""What an agent acts in and how it is asked: `View`, `Env`, the prompts, the parser, `Household`, `make_env`.
+"""What an agent acts in and how it is asked: `View`, `Env`, the prompts, the parser, the three environments.
 
 An environment hands out a `View` at each turn. Its `observation` is the raw text, GiGPO's anchor: states with
 equal text are one state, so prompts, step counts and notes never go into it. Text from an environment or a
@@ -8,14 +8,27 @@ Two prompt styles: "think" for real language models (verl-agent's conventions: r
 one action in <action></action>, the admissible actions listed) and "short" for the tiny model (the reply is
 the action). Two contexts: window (a fresh message each turn, the last turns in it as text) and full (a chat
 that only grows).
+
+`Household`, `AlfWorld` and `WebShop` show their engines through a `View`; `make_env` makes them by name.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import random
+import re
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import alfworld_engine
 import household
+import webshop
+import webshop_player
+from alfworld_player import Notebook, Walkthrough
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,16 @@ class View:
     done: bool = False
     outcome: float = 0.0
     success: bool = False
+    brief: str = ""  # the observation in fewer words, for the short style; "" where there is no need
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What an environment of open vocabulary says: what the tiny model's tokenizer is trained on."""
+
+    texts: tuple[str, ...]
+    names: tuple[str, ...]  # one token each
+    size: int  # number of the other tokens
 
 
 class EnvironmentCrashed(RuntimeError):
@@ -45,11 +68,12 @@ class Env(Protocol):
     name: str
     task_types: tuple[str, ...]
     step_limit: int  # default turns per episode
-    vocabulary: tuple[str, ...] | None  # every word it says or accepts; None where that is open
-    look_around: str  # the action of one who hesitates: it changes nothing
+    eval_splits: tuple[str, ...]  # its held-out splits, the usual one first; the other is "train"
+    vocabulary: tuple[str, ...] | Corpus | None  # every word it says or accepts; None where that is unknown
+    look_around: str  # at this state, the action of one who hesitates or is hasty: of no use
 
     def size(self, split: str) -> int:
-        """The number of games in "train" or "eval"."""
+        """The number of games in "train" or one of `eval_splits`."""
 
     def reset(self, split: str, index: int) -> View:
         """Begin that game; the same (split, index) is the same game in every process."""
@@ -100,7 +124,7 @@ def window_message(style: str, view: View, history: list[tuple[str, str]], turn:
     """The one user message of a turn in the window context."""
     if style == "short":
         last = "; ".join(action for _, action in history)
-        return " | ".join([view.task, view.notes, last, view.observation])
+        return " | ".join([view.task, view.notes, last, view.brief or view.observation])
     parts = [f"You act in a world that is described to you in text. Your task is to: {view.task}"]
     if history:
         pairs = [f"[Observation: {observation}]\n[Action: {action}]" for observation, action in history]
@@ -116,14 +140,14 @@ def window_message(style: str, view: View, history: list[tuple[str, str]], turn:
 def first_message(style: str, view: View) -> str:
     """The first user message of a full context."""
     if style == "short":
-        return " | ".join([view.task, view.notes, view.observation])
+        return " | ".join([view.task, view.notes, view.brief or view.observation])
     return f"Your task is to: {view.task}\n\nYou observe: {view.observation}\n{_admissible(view)}"
 
 
 def next_message(style: str, view: View, turn: int) -> str:
     """Every later user message of a full context: what is new, and nothing that the chat already holds."""
     if style == "short":
-        return f"{view.notes} | {view.observation}"
+        return f"{view.notes} | {view.brief or view.observation}"
     return f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}"
 
 
@@ -156,6 +180,7 @@ class Household:
     name = "household"
     task_types = household.TASK_TYPES
     step_limit = household.STEP_LIMIT
+    eval_splits = ("eval",)
     vocabulary = household.VOCABULARY
     look_around = "look"
 
@@ -190,9 +215,227 @@ class Household:
         )
 
 
-def make_env(name: str, data: str | None = None) -> Env:
-    """The environment of that name; `data` is the folder of its files, for those that have any."""
-    makers = {"household": lambda: Household()}
+ALFWORLD_WORDS = (
+    "nothing happens inventory look examine open close closed take move clean heat cool use slice help "
+    "from to with using pick up turn on off facing next carrying not anything this there's special about "
+    "hot cold search seen holding no action | ; : , ."
+)
+
+
+class AlfWorld:
+    """ALFWorld's text games, from the files that `alfworld-download` fetches.
+
+    A game's number is its place in the sorted list of the split's files. Success is the engine's `won`.
+    """
+
+    name = "alfworld"
+    columns = {  # of the paper's Table 1, by what a game's path says
+        "pick_and_place": "Pick",
+        "look_at_obj_in_light": "Look",
+        "pick_clean_then_place_in_recep": "Clean",
+        "pick_heat_then_place_in_recep": "Heat",
+        "pick_cool_then_place_in_recep": "Cool",
+        "pick_two_obj_and_place": "Pick2",
+    }
+    task_types = tuple(columns.values())
+    step_limit = 50
+    eval_splits = ("valid_seen", "valid_unseen")
+    look_around = "look"
+
+    def __init__(self, data: str | None = None):
+        """`data`: the folder that holds json_2.1.1; None: $ALFWORLD_DATA, or where alfworld-download puts it.
+        Raises ValueError where there is none."""
+        self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
+        self._game = None
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return alfworld_vocabulary(self.games["train"])
+
+    def size(self, split: str) -> int:
+        return len(self.games[split])
+
+    def reset(self, split: str, index: int) -> View:
+        path = self.games[split][index]
+        if self._game:
+            self._game.close()
+        try:
+            self._game = alfworld_engine.Game(path)
+            state = self._game.reset()
+        except (ValueError, OSError) as error:
+            raise EnvironmentCrashed(str(error)) from error
+        _, observation, task = state.text.strip().split("\n\n")
+        self._task = task.removeprefix("Your task is to: ").removesuffix(".")
+        self._notes = Notebook(self._task, state.admissible)
+        self._walkthrough = Walkthrough(
+            self._game.walkthrough, self._notes.places, random.Random(f"detours {path.parent.name}")
+        )
+        return self._show(observation, state)
+
+    def step(self, action: str) -> View:
+        state = self._game.step(action)
+        self._walkthrough.heard(action, state.text)
+        return self._show(state.text, state)
+
+    def searching_expert(self) -> str:
+        return self._walkthrough.next(self._notes, self._admissible)
+
+    def _show(self, observation: str, state: alfworld_engine.State) -> View:
+        self._notes.read(observation, state.admissible)
+        self._admissible = [command for command in state.admissible if command != "help"]
+        return View(
+            task=self._task,
+            task_type=self.columns[self._game.task_type],
+            observation=observation,
+            admissible=tuple(self._admissible),
+            notes=self._notes.text(),
+            done=state.done,
+            outcome=float(state.won),
+            success=state.won,
+        )
+
+
+@functools.lru_cache
+def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
+    """The split's game files, sorted: those the official loader plays. ValueError if there are none."""
+    folder = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
+    folder = folder if folder.name == "json_2.1.1" else folder / "json_2.1.1"
+    games = sorted((folder / split).glob("*/*/game.tw-pddl"))
+    left_out = ("movable", "Sliced")  # kinds of task that the text games do not support
+    games = [path for path in games if not any(word in path.parent.parent.name for word in left_out)]
+    if not games:
+        raise ValueError(
+            f"no ALFWorld games in {folder / split}; fetch them with `alfworld-download` (of the package "
+            "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1"
+        )
+    return tuple(path for path in games if _solvable(path))
+
+
+def _solvable(path: Path) -> bool:
+    """What the file says of itself, in its last lines."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        return b'"solvable": false' not in file.read()
+
+
+@functools.lru_cache
+def alfworld_vocabulary(games: tuple[Path, ...]) -> tuple[str, ...]:
+    """Every word that these games and the prompts about them say; "mug 1" is one, as are all that occur."""
+    words, most = dict.fromkeys(ALFWORLD_WORDS.split()), {}
+    for path in games:
+        game = json.loads(path.read_text())
+        listed = game["pddl_problem"].partition("(:objects")[2].partition("(:init")[0]
+        # Mug_bar__plus_01_..._bar_... is a thing, Sink_bar__..._bar_SinkBasin one that belongs to another
+        names = re.findall(r"([A-Za-z]+)_bar_\S*?(?:_bar_([A-Z][A-Za-z]+))?(?=\s)", listed)
+        for kind, count in Counter((part or whole).lower() for whole, part in names).items():
+            most[kind] = max(most.get(kind, 0), count)
+        words |= dict.fromkeys(re.search(r"Your task is to: ([^\"]*)", game["grammar"])[1].split())
+    things = [f"{kind} {number}" for kind, count in most.items() for number in range(1, count + 1)]
+    return (*words, "go to", *most, *things)
+
+
+class WebShop:
+    """WebShop's 6,910 synthetic goals over 1,000 products, or whatever its files hold.
+
+    The official split, in one order for every worker. A panel's outcome is the score; in training it is that
+    of `reward`: 1 for a full score and else 0 ("success", as the paper's code base), or the score.
+    """
+
+    name = "webshop"
+    task_types = ("fashion", "beauty", "garden", "electronics", "grocery")  # of the product sought
+    step_limit = 15
+    ranges = {"test": (0, 500), "validation": (500, 1500), "train": (1500, None)}  # of the goals
+    eval_splits = ("validation", "test")
+
+    def __init__(self, data: str | None = None, goals: str = "synthetic", reward: str = "success"):
+        """`data`: the folder of the files; None: $WEBSHOP_DATA. Raises ValueError where something is missing."""
+        self.shop, self.reward = webshop_of(data, goals), reward
+
+    @property
+    def vocabulary(self) -> Corpus:
+        return webshop_corpus(self.shop)
+
+    def size(self, split: str) -> int:
+        return len(range(len(self.shop.goals))[slice(*self.ranges[split])])
+
+    def reset(self, split: str, index: int) -> View:
+        self._split = split
+        self._session = self.shop.session(self.ranges[split][0] + index)
+        self._sought = self.shop.products[self._session.goal.asin].category
+        return self._show(self._session.reset())
+
+    def step(self, action: str) -> View:
+        return self._show(self._session.step(action))
+
+    def searching_expert(self) -> str:
+        return webshop_player.advice(self._session.page)
+
+    @property
+    def look_around(self) -> str:
+        return webshop_player.haste(self._session.page)
+
+    def _show(self, turn: webshop.Turn) -> View:
+        """What is shown is the page after the instruction; the last page, which tells the reward, is not."""
+        success = turn.reward == 1.0
+        page, actions = turn.page, turn.available_actions
+        commands = [f"click[{name}]" for name in actions["clickables"] if name != "search"]
+        if actions["has_search_bar"]:
+            commands.insert(0, "search[<your query>]")
+        return View(
+            task=page.instruction,
+            task_type=self._sought,
+            observation="" if turn.done else turn.text.partition(f"{page.instruction} [SEP] ")[2],
+            admissible=() if turn.done else tuple(commands),
+            notes="; ".join(f"{name} {value}" for name, value in page.options.items()),
+            done=turn.done,
+            outcome=float(success) if self._split == "train" and self.reward == "success" else turn.reward,
+            success=success,
+            brief="" if turn.done else webshop_player.brief(page),
+        )
+
+
+@functools.lru_cache
+def webshop_of(data: str | None, goals: str) -> webshop.WebShop:
+    """The shop, loaded once a process. Raises ValueError where something is missing."""
+    data = data or os.environ.get("WEBSHOP_DATA")
+    if not data:
+        raise ValueError(
+            "where are WebShop's files? give their folder with --webshop_data, or in $WEBSHOP_DATA: "
+            f"{', '.join(webshop.SETS['small'])}, {webshop.COLORS}, {webshop.TITLE_NOUNS}, from {webshop.SOURCE}"
+        )
+    try:
+        shop = webshop.WebShop(data, goals=goals)
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
+    first = WebShop.ranges["train"][0]
+    if len(shop.goals) <= first:
+        raise ValueError(
+            f"{data} has {len(shop.goals)} {goals} goals; training begins at {first}, after those of test and "
+            "validation: give the full product set, or the other kind of goals"
+        )
+    return shop
+
+
+@functools.lru_cache
+def webshop_corpus(shop: webshop.WebShop) -> Corpus:
+    """The texts that the tiny model's tokenizer is trained on: training goals, titles, options, actions."""
+    first, products = WebShop.ranges["train"][0], shop.products.values()
+    goals = {goal.instruction_text for goal in shop.goals[first : first + 20_000]}
+    options = {
+        f"{name}: {value}"
+        for product in products
+        for name in product.options
+        for value in product.options[name]
+    }
+    buttons = ["back to search", "next >", "< prev", "description", "features", "reviews", "buy now"]
+    actions = ["search[]", "page 1; item; search bar; ..."] + [f"click[{name}]" for name in buttons]
+    texts = sorted(goals) + [product.title for product in products] + sorted(options) + actions * 100
+    return Corpus(tuple(texts), tuple(product.asin.lower() for product in products), size=4096)
+
+
+def make_env(name: str, **options) -> Env:
+    """The environment of that name; the options are those of its class."""
+    makers = {"household": Household, "alfworld": AlfWorld, "webshop": WebShop}
     if name not in makers:
         raise ValueError(f"environment {name!r} is unknown: this version knows {', '.join(makers)}")
-    return makers[name]()
+    return makers[name](**options)

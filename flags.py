@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,9 +33,22 @@ class UsageError(Exception):
 class Args(rspo.Config):
     """A run's flags. What is None by default depends on the model or the environment: see `resolve`."""
 
+    preset: Literal["paper-alfworld", "paper-webshop"] | None = None
+    """The paper's values for everything; flags given beside it win."""
+
     # who acts, and where
     env: str = "household"
-    """Environment."""
+    """Environment: household, alfworld or webshop."""
+    alfworld_data: str | None = None
+    """Folder that holds json_2.1.1. Default: $ALFWORLD_DATA, or the one that alfworld-download fills."""
+    webshop_data: str | None = None
+    """Folder of WebShop's files. Default: $WEBSHOP_DATA."""
+    webshop_goals: Literal["synthetic", "human"] = "synthetic"
+    """Instructions made from attributes, or those that people wrote."""
+    webshop_reward: Literal["success", "score"] = "success"
+    """Outcome reward in training: 1 for a full score and else 0, or the score itself."""
+    env_workers: int = 0
+    """Processes that play the environments; 0: this one does."""
     model: str = "tiny"
     """Starting model: folder or hub id of a causal LM with a chat template, or tiny: made here, offline."""
     style: Literal["think", "short"] | None = None
@@ -82,8 +97,12 @@ class Args(rspo.Config):
     """Episodes alive at once; a matter of memory."""
 
     # evaluation
+    eval_splits: tuple[str, ...] | None = None
+    """Held-out splits. household: eval; alfworld: valid_seen, valid_unseen; webshop: validation, test.
+    Default: the first of them."""
     eval_games: int = 300
-    """Held-out games of the panel; each is played once at the start, at the end and between."""
+    """Games of a split's panel, its first ones, each played once at the start, at the end and between; a
+    split that has fewer is played whole."""
     eval_every: int = 9
     """Updates of A between panels; they are played at the end of a loop."""
     eval_temperature: float = 0.4
@@ -171,18 +190,43 @@ BOUNDS = {  # of the numbers that may be 0, and of those for which "above 0" doe
     "seed": (0, 2**63 - 1),
     "reward_model_episodes": (2, math.inf),
     **dict.fromkeys(
-        ("lora_rank", "weight_decay", "history", "eval_temperature", "warm_start"), (0, math.inf)
+        ("lora_rank", "weight_decay", "history", "eval_temperature", "warm_start", "env_workers"),
+        (0, math.inf),
     ),
     **dict.fromkeys(("expert_share", "hesitation_share"), (0, 1)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 0.9999)),
 }
-OF_THE_CALL = ("out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
+OF_THE_CALL = ("preset", "out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
+OF_THE_MACHINE = ("threads", "device", "parallel_episodes", "env_workers", "alfworld_data", "webshop_data")
 WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
-    *("total_steps", "eval_every", "threads", "device", "parallel_episodes", "micro_batch_tokens"),
+    *(*OF_THE_MACHINE, "total_steps", "eval_every", "micro_batch_tokens"),
     *("gradient_checkpointing", "keep_checkpoints", "tensorboard", "wandb_project"),
 )
-WHEN_EVALUATED = ("eval_games", "eval_temperature", "threads", "device", "parallel_episodes")
+WHEN_EVALUATED = (*OF_THE_MACHINE, "eval_splits", "eval_games", "eval_temperature")
 AUTO = [f.name for f in dataclasses.fields(Args) if f.default is None and f.name not in OF_THE_CALL]
+PAPER = {  # what both environments share; the paper's symbols are in rspo.Config
+    "model": "Qwen/Qwen2.5-1.5B-Instruct",
+    "reward_model_backbone": "meta-llama/Llama-3.2-3B-Instruct",
+    **{"lora_rank": 64, "lora_alpha": 64.0, "learning_rate": 3e-6, "weight_decay": 0.01},
+    **{"critic_learning_rate": 1e-5, "gradient_checkpointing": True},
+    **{"total_steps": 150, "k": 3, "tasks_per_step": 16, "group_size": 8, "buffer_tasks": 28},
+    **{"off_policy_fraction": 1 / 8, "clip_eps": 0.2, "kl_coef": 0.01, "entropy_coef": 0.001, "epochs": 1},
+    **{"max_grad_norm": 1.0, "reward_scale": 10.0, "invalid_penalty": 0.1, "gigpo_gamma": 0.95},
+    **{"context": "window", "history": 2, "max_new_tokens": 512, "temperature": 1.0, "eval_temperature": 0.4},
+    "eval_every": 15,
+}
+PRESETS = {
+    "paper-alfworld": {
+        **PAPER,
+        **{"env": "alfworld", "max_turns": 50, "max_prompt_tokens": 2048, "minibatch_turns": 256},
+        **{"gigpo_std": True, "eval_splits": ("valid_seen", "valid_unseen")},
+    },
+    "paper-webshop": {
+        **PAPER,
+        **{"env": "webshop", "max_turns": 15, "max_prompt_tokens": 4096, "minibatch_turns": 64},
+        **{"gigpo_std": False, "eval_splits": ("validation", "test"), "eval_games": 500},
+    },
+}
 
 
 def refuse(args: Args, name: str, why: str):
@@ -202,6 +246,7 @@ def resolve(args: Args, env: Env) -> Args:
         "adam_beta2": 0.99 if tiny else 0.999,
         "dtype": "float32" if tiny else "bfloat16",
         "max_turns": env.step_limit,
+        "eval_splits": env.eval_splits[:1],
         "max_prompt_tokens": (1024 if full else 256) if tiny else (8192 if full else 2048),
         "max_new_tokens": 16 if tiny else 512,
         "history": 1 if tiny else 2,
@@ -216,16 +261,26 @@ def resolve(args: Args, env: Env) -> Args:
 def unresolved(args: Args) -> Args:
     """Undo `resolve`, so that another --model or --env beside --config takes its own defaults."""
     blank = dataclasses.replace(args, **dict.fromkeys(AUTO))
-    defaults = resolve(blank, environment(args.env))
+    defaults = resolve(blank, environment(args))
     same = [name for name in AUTO if getattr(args, name) == getattr(defaults, name)]
     return dataclasses.replace(args, **dict.fromkeys(same))
 
 
-def environment(name: str) -> Env:
+def env_maker(args: Args) -> Callable[[], Env]:
+    """What builds one environment of the run, here or in a worker process."""
+    options = {
+        "alfworld": {"data": args.alfworld_data},
+        "webshop": {"data": args.webshop_data, "goals": args.webshop_goals, "reward": args.webshop_reward},
+    }
+    return functools.partial(make_env, args.env, **options.get(args.env, {}))
+
+
+def environment(args: Args) -> Env:
     try:
-        return make_env(name)
-    except ValueError as error:
-        raise UsageError(f"--env {name}: {error}") from None
+        return env_maker(args)()
+    except (ValueError, ImportError) as error:
+        name = f"{args.env}_data" if getattr(args, f"{args.env}_data", None) else "env"
+        raise UsageError(f"--{name} {getattr(args, name)}: {error}") from None
 
 
 def has_expert(env: Env) -> bool:
@@ -238,7 +293,7 @@ def has_expert(env: Env) -> bool:
 def prepare(argv: list[str]) -> tuple[Args, Path | None]:
     """The complete flags, and the checkpoint that the run goes on from, if it does. Raises UsageError."""
     args = parse(argv)
-    env = environment(args.env)
+    env = environment(args)
     args = resolve(args, env)
     check(args, env)
     if not args.out or not (args.resume or args.eval_only):
@@ -258,7 +313,7 @@ def parse(argv: list[str]) -> Args:
     import tyro
 
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("out", "config"):
+    for name in ("out", "config", "preset"):
         peek.add_argument(f"--{name}")
     peek.add_argument("--resume", action="store_true")
     peek.add_argument("--eval_only", "--eval-only", action="store_true")
@@ -268,6 +323,8 @@ def parse(argv: list[str]) -> Args:
         default = saved
     elif known.config:
         default = unresolved(load_config(Path(known.config), "config"))
+    elif known.preset in PRESETS:
+        default = Args(**PRESETS[known.preset])
     else:
         default = Args()
     about = (
@@ -276,6 +333,8 @@ def parse(argv: list[str]) -> Args:
     args = tyro.cli(
         Args, prog="train.py", description=about, args=argv, default=default, use_underscores=True
     )
+    if args.preset and (saved or known.config):
+        refuse(args, "preset", "goes with neither --config nor a run that is there already; leave one out")
     if args.resume_from and not args.resume:
         refuse(args, "resume_from", "goes with --resume; add it")
     for name, value in vars(args).items() if saved else ():
@@ -312,6 +371,7 @@ def load_config(path: Path, flag: str) -> Args:
             raise UsageError(f"--{flag} {path}: holds what is no flag ({unknown}); remove it")
         kinds = get_type_hints(Args)
         for name, value in values.items():
+            values[name] = value = tuple(value) if isinstance(value, list) else value
             if not _is(value, kinds[name]):
                 raise UsageError(
                     f"--{flag} {path}: its {name} cannot be {value!r}; see --help for what it can"
@@ -325,6 +385,8 @@ def _is(value, kind) -> bool:
     """Whether a value read from JSON is what a flag of this type may hold."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, get_args(kind)[0]) for item in value)
     if options := get_args(kind):  # of a union
         return any(_is(value, option) for option in options)
     return type(value) is kind or (kind is float and type(value) is int)
@@ -367,10 +429,12 @@ def check(args: Args, env: Env) -> None:
             refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
         if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
             refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
-    if args.eval_games > env.size("eval"):
-        refuse(
-            args, "eval_games", f"--env {args.env} has {env.size('eval')} held-out games; give at most that"
-        )
+    known = ", ".join(env.eval_splits)
+    if not args.eval_splits or len(set(args.eval_splits)) < len(args.eval_splits):
+        refuse(args, "eval_splits", f"name each split once; --env {args.env} has {known}")
+    for split in args.eval_splits:
+        if split not in env.eval_splits:
+            refuse(args, "eval_splits", f"--env {args.env} has no held-out split {split!r}; it has {known}")
     check_device(args)
     wanted = {"matplotlib": True, "tensorboard": args.tensorboard, "wandb": args.wandb_project is not None}
     flag = {"tensorboard": "--tensorboard: ", "wandb": f"--wandb_project {args.wandb_project}: "}

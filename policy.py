@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from buffer import Batch, Row, Trajectory, micro_batches, rows_of
+from envs import Corpus
 
 TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
 CHUNK_LOGITS = 2**26  # elements of one (chunk, V) block of logits: 256 MB in fp32
@@ -142,20 +143,15 @@ TINY_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(vocabulary: Iterable[str]):
-    """One token a word, and one for a named thing such as "mug 1". Unknown words become <unk>."""
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+def tiny_tokenizer(vocabulary: tuple[str, ...] | Corpus):
+    """Of all the words of a closed vocabulary, or trained on the texts of an open one."""
     from transformers import PreTrainedTokenizerFast
 
     control = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
-    texts = (re.sub(SILENT, " ", text.lower()) for text in vocabulary)
-    words = sorted({unit for text in texts for unit in re.findall(UNIT, text)})
-    ids = {word: i for i, word in enumerate(control + words)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Lowercase(), normalizers.Replace(Regex(SILENT), " ")]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(UNIT), "removed", invert=True)
+    if isinstance(vocabulary, Corpus):
+        tokenizer = _subword_tokenizer(vocabulary, control)
+    else:
+        tokenizer = _word_tokenizer(vocabulary, control)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -165,6 +161,60 @@ def tiny_tokenizer(vocabulary: Iterable[str]):
         chat_template=TINY_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _word_tokenizer(vocabulary: Iterable[str], control: list[str]):
+    """One token a word, and one for a named thing such as "mug 1". Unknown words become <unk>."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    texts = (re.sub(SILENT, " ", text.lower()) for text in vocabulary)
+    words = sorted({unit for text in texts for unit in re.findall(UNIT, text)})
+    ids = {word: i for i, word in enumerate(control + words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(SILENT), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(UNIT), "removed", invert=True)
+    return tokenizer
+
+
+def _subword_tokenizer(corpus: Corpus, control: list[str]):
+    """Byte-level BPE of lower-cased text. A word has the same tokens wherever it stands, in brackets too, so
+    that copying a text from the prompt into an action means copying its tokens."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        trainers,
+    )
+
+    tokenizer = Tokenizer(models.BPE())
+    brackets = [normalizers.Replace("[", "[ "), normalizers.Replace("]", " ]")]
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), *brackets, normalizers.Prepend(" ")]
+    )
+    words = pre_tokenizers.Split(Regex(r" ?[a-z]+| ?\d+| ?[^\sa-z\d]|\s"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            *(decoders.ByteLevel(), decoders.Replace("[ ", "["), decoders.Replace(" ]", "]")),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=corpus.size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=control,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus.texts, trainer)
+    tokenizer.add_tokens([AddedToken(name, lstrip=True, normalized=True) for name in corpus.names])
+    return tokenizer
 
 
 # --- the base model -------------------------------------------------------------------------------
@@ -347,7 +397,7 @@ class Base:
 def load_base(
     model: str,
     *,
-    vocabulary: Iterable[str] | None = None,
+    vocabulary: tuple[str, ...] | Corpus | None = None,
     d_model: int = 64,
     layers: int = 2,
     heads: int = 4,

@@ -44,8 +44,36 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def panel_table(panels: dict[str, dict], counts: dict[str, dict[str, object]] | None = None) -> str:
-    """Success in percent: a line per panel, a column per task type, one for all, then those of `counts`."""
+def start_and_end(lines: list[dict]) -> dict[str, tuple[dict, dict]]:
+    """For each split the first and the last line of its panel."""
+    first, last = {}, {}
+    for line in lines:
+        if line["agent"] == "evaluation":
+            first.setdefault(line["split"], line)
+            last[line["split"]] = line
+    return {split: (first[split], last[split]) for split in first}
+
+
+def progress(start: dict, end: dict) -> dict:
+    """A split's part of summary.json."""
+    ends = {"start": start, "end": end}
+    return {
+        "games": end["games"],
+        **{f"{key}_{when}": line[key] for key in ("success", "outcome") for when, line in ends.items()},
+        "by_type": {
+            kind: {"games": result["games"]}
+            | {when: line["by_type"][kind]["success"] for when, line in ends.items()}
+            for kind, result in start["by_type"].items()
+        },
+    }
+
+
+COSTS = {"updates": "update", "episodes": "environment_episodes", "seconds": "seconds_elapsed"}
+
+
+def panel_table(panels: dict[str, dict]) -> str:
+    """Success in percent: a line per panel, a column per task type and one for all; the mean outcome (the
+    score) where it is another number; what it cost, if the panels are lines of the log."""
     first = next(iter(panels.values()))
     types = list(first["by_type"])
     games = [str(first["by_type"][task_type]["games"]) for task_type in types] + [str(first["games"])]
@@ -54,15 +82,19 @@ def panel_table(panels: dict[str, dict], counts: dict[str, dict[str, object]] | 
         for name, result in panels.items()
     }
     lines = [["", *types, "all"], ["games", *games]]
+    if any(result["outcome"] != result["success"] for result in panels.values()):
+        lines[0].append("score")
+        lines[1].append("")
+        shares = {name: [*row, panels[name]["outcome"]] for name, row in shares.items()}
     lines += [[name, *(f"{100 * share:.1f}" for share in row)] for name, row in shares.items()]
     if len(shares) == 2:
         start, end = shares.values()
         lines.append(["change", *(f"{100 * (b - a):+.1f}" for a, b in zip(start, end, strict=True))])
-    columns = list(next(iter(counts.values()))) if counts else []
-    lines[0] += columns
+    costs = {column: key for column, key in COSTS.items() if key in first}
+    lines[0] += costs
     for line in lines[1:]:
-        known = (counts or {}).get(line[0], {})
-        line += [f"{known[column]:,}" if column in known else "" for column in columns]
+        known = panels.get(line[0], {})
+        line += [f"{round(known[key]):,}" if key in known else "" for key in costs.values()]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
@@ -173,12 +205,12 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def _numbers(line: dict) -> dict[str, float]:
-    """The numbers of a line as agent/name, those of the task types as agent/success/type."""
-    named = {
-        f"{line['agent']}/{key}": value for key, value in line.items() if isinstance(value, (int, float))
-    }
+    """The numbers of a line as agent/name, those of the task types as agent/success/type; a panel's after its
+    split."""
+    about = "/".join(filter(None, (line["agent"], line.get("split"))))
+    named = {f"{about}/{key}": value for key, value in line.items() if isinstance(value, (int, float))}
     by_type = line.get("by_type", {})
-    return named | {f"{line['agent']}/success/{kind}": result["success"] for kind, result in by_type.items()}
+    return named | {f"{about}/success/{kind}": result["success"] for kind, result in by_type.items()}
 
 
 def tensorboard(folder: Path, past: list[dict]):
@@ -211,8 +243,9 @@ def wandb(project: str, folder: Path, config: dict):
     )
     for agent, axis in (("policy", "update"), ("explorer", "explorer_update")):
         run.define_metric(f"{agent}/*", step_metric=f"{agent}/{axis}")
-    for agent in ("buffer", "evaluation"):
-        run.define_metric(f"{agent}/*", step_metric=f"{agent}/update")
+    run.define_metric("buffer/*", step_metric="buffer/update")
+    for split in config["eval_splits"]:
+        run.define_metric(f"evaluation/{split}/*", step_metric=f"evaluation/{split}/update")
     return lambda line: run.log(_numbers(line))
 
 
@@ -260,7 +293,9 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
 
     def points(agent: str, x: str, y: str) -> tuple[list, list]:
         x = "explorer_update" if (agent, x) == ("explorer", "update") else x
-        with_both = [line for line in lines if line["agent"] == agent and x in line and y in line]
+        agent, _, split = agent.partition(" ")
+        lines_of = [line for line in lines if line["agent"] == agent and split in ("", line.get("split"))]
+        with_both = [line for line in lines_of if x in line and y in line]
         return [line[x] for line in with_both], [line[y] for line in with_both]
 
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
@@ -280,7 +315,10 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
                 alpha=0.6,
                 label=f"{names[agent]}, training games",
             )
-        ax.plot(*points("evaluation", x, "success"), "o-", color="black", label="A, held-out panel")
+        for split, marker in zip(start_and_end(lines), "os^v", strict=False):
+            ax.plot(
+                *points(f"evaluation {split}", x, "success"), f"{marker}-", color="black", label=f"A, {split}"
+            )
         ax.set(xlabel=label, ylabel="success", ylim=(0, 1))
     success[0].legend(loc="upper left", fontsize=8)
     rest = [
@@ -320,8 +358,8 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
 
 def main(folder: Path) -> None:
     lines = read_lines(folder / "metrics.jsonl")
-    panels = [line for line in lines if line["agent"] == "evaluation"]
-    print(panel_table({"start": panels[0], "end": panels[-1]}))
+    for split, (start, end) in start_and_end(lines).items():
+        print(f"success in % on {split}\n{panel_table({'start': start, 'end': end})}\n")
     draw_curves(lines, folder / "curves.png", folder.name)
     print(f"\n{folder / 'curves.png'} drawn. The newest episodes of the panel:\n")
     records = [r for r in read_lines(folder / "transcripts.jsonl") if r["agent"] == "evaluation"]

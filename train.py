@@ -28,6 +28,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -37,8 +38,7 @@ import checkpoint
 import report
 import rspo
 from buffer import Group, ReplayBuffer, Trajectory
-from envs import make_env
-from flags import Args, UsageError, config_text, prepare
+from flags import Args, UsageError, config_text, env_maker, prepare
 from rollout import Dialogue, World
 
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
@@ -66,7 +66,7 @@ def load_start(args: Args, folder: Path | None):
     try:
         base = load_base(
             str(start.resolve()) if made else args.model,
-            vocabulary=make_env(args.env).vocabulary,
+            vocabulary=env_maker(args)().vocabulary if args.model == "tiny" and not made else None,
             d_model=args.tiny_width,
             layers=args.tiny_layers,
             heads=args.tiny_heads,
@@ -82,7 +82,7 @@ def load_start(args: Args, folder: Path | None):
     if args.max_prompt_tokens + args.max_new_tokens > base.max_length:
         both = f"--max_prompt_tokens {args.max_prompt_tokens} with --max_new_tokens {args.max_new_tokens}"
         raise UsageError(f"{both}: the model reads {base.max_length} tokens; lower one of them")
-    opening = make_world(args, base.chat, args.seed).opening_tokens()
+    opening = make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed).opening_tokens()
     if opening > args.max_prompt_tokens:
         why = f"the first prompt of a game has {opening} tokens; give twice as many or more"
         raise UsageError(f"--max_prompt_tokens {args.max_prompt_tokens}: {why}")
@@ -96,13 +96,14 @@ def make_world(args: Args, chat, seed: int | str) -> World:
         chat, args.style, args.context, args.history, args.max_prompt_tokens, args.max_new_tokens
     )
     return World(
-        functools.partial(make_env, args.env),
+        env_maker(args),
         KVSampler(),
         dialogue,
         group_size=args.episodes_per_task,
         step_limit=args.max_turns,
         temperature=args.temperature,
         parallel=args.parallel_episodes,
+        workers=args.env_workers,
         seed=seed,
     )
 
@@ -202,8 +203,9 @@ def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstra
         else:
             say(f"{count} the starting policy")
             alone = dataclasses.replace(args, method="outcome", algo="ppo")  # every episode another task
-            apart = make_world(alone, base.chat, f"{args.seed} step reward model")
-            episodes = [group.trajectories[0] for group in apart.collect(policy, args.reward_model_episodes)]
+            with closing(make_world(alone, base.chat, f"{args.seed} step reward model")) as apart:
+                groups = apart.collect(policy, args.reward_model_episodes)
+            episodes = [group.trajectories[0] for group in groups]
         model = model or StepRewardModel.from_base(base, seed=args.seed, **about_step_rewards(args, base))
         try:
             fit_step_rewards(args, model, episodes)
@@ -301,16 +303,15 @@ class Recorder:
                 report.transcript(episode, self.policy.chat.decode, update=step, agent=agent)
             )
 
-    def evaluate(self, step: int) -> dict:
-        """Play the panel and log it."""
-        games, temperature = self.args.eval_games, self.args.eval_temperature
-        played = self.timed("eval", lambda: self.world.evaluate(self.policy, games, temperature))
-        by_type = {episode.task_type: episode for episode in reversed(played)}
-        self.transcribe(list(by_type.values()), "evaluation", step)
-        panel = report.panel(played, self.world.task_types)
-        line = self.write("evaluation", step, step // self.args.k, {**panel, "temperature": temperature})
-        say(f"update {step}: solves {line['success']:.1%} of {games} held-out games")
-        return line
+    def evaluate(self, step: int) -> None:
+        """Play the panel of every split and log it."""
+        for split in self.args.eval_splits:
+            call = functools.partial(play_panel, self.args, self.world, self.policy, split)
+            played, panel = self.timed("eval", call)
+            by_type = {episode.task_type: episode for episode in reversed(played)}
+            self.transcribe(list(by_type.values()), "evaluation", step)
+            line = self.write("evaluation", step, step // self.args.k, panel)
+            say(f"update {step}: solves {line['success']:.1%} of {line['games']} games of {split}")
 
     def end_loop(self, step: int, replay: ReplayBuffer) -> None:
         """rspo.train's `end_loop`."""
@@ -437,28 +438,27 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
     if log.of("evaluation")[-1]["update"] != args.total_steps:
         record.evaluate(args.total_steps)
     checkpoint.write_folder(folder / "policy", policy.save)
+    world.close()
     conclude(args, folder, log, time.perf_counter() - started)
     log.close()
 
 
+def play_panel(args: Args, world: World, policy, split: str) -> tuple[list[Trajectory], dict]:
+    """A split's fixed panel, and what is reported of it."""
+    played = world.evaluate(
+        policy, split, min(args.eval_games, world.pool.env.size(split)), args.eval_temperature
+    )
+    about = {"split": split, "temperature": args.eval_temperature}
+    return played, {**about, **report.panel(played, world.task_types)}
+
+
 def conclude(args: Args, folder: Path, log: report.Log, seconds: float) -> None:
-    """summary.json, curves.png, and the table of start and end."""
-    start, end = log.of("evaluation")[0], log.of("evaluation")[-1]
+    """summary.json, curves.png, and a table of start and end for each split."""
+    panels = report.start_and_end(log.lines)
+    end = log.of("evaluation")[-1]
     summary = {
-        "success_start": start["success"],
-        "success_end": end["success"],
+        "splits": {split: report.progress(*both) for split, both in panels.items()},
         "seconds": seconds,
-        "outcome_start": start["outcome"],
-        "outcome_end": end["outcome"],
-        "by_type": {
-            kind: {
-                "games": result["games"],
-                "start": result["success"],
-                "end": end["by_type"][kind]["success"],
-            }
-            for kind, result in start["by_type"].items()
-        },
-        "eval_games": args.eval_games,
         "eval_temperature": args.eval_temperature,
         "updates": args.total_steps,
         "explorer_updates": len(log.of("explorer")),
@@ -473,32 +473,29 @@ def conclude(args: Args, folder: Path, log: report.Log, seconds: float) -> None:
     checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     title = f"{args.method} + {args.algo} on {args.env}, seed {args.seed}"
     report.draw_curves(log.lines, folder / "curves.png", title)
-    shown = {"updates": "update", "episodes": "environment_episodes", "seconds": "seconds_elapsed"}
-    panels = {"start": start, "end": end}
-    counts = {
-        name: {column: round(line[key]) for column, key in shown.items()} for name, line in panels.items()
-    }
-    say(f"\nsuccess in % on {args.eval_games} held-out games, temperature {args.eval_temperature}: {title}")
-    say(report.panel_table(panels, counts))
+    for split, (start, end) in panels.items():
+        games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"
+        say(f"\nsuccess in % on {games}: {title}")
+        say(report.panel_table({"start": start, "end": end}))
     say(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all of it: {folder}")
 
 
 def evaluate_only(args: Args, newest: Path | None) -> None:
-    """Play the panel with a run's newest policy, or with --model as it is; the table, and eval.json."""
+    """Play the panels with a run's newest policy, or with --model as it is; the tables, and eval.json."""
     set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
     folder = folder_of(args)
-    world, policy = make_world(args, base.chat, args.seed), make_policy(args, base)
+    policy = make_policy(args, base)
     if newest:
         policy.load_state_dicts(checkpoint.read(newest).tensors)
-    started = time.perf_counter()
-    played = world.evaluate(policy, args.eval_games, args.eval_temperature)
-    who = newest.name if newest else args.model
-    panel = {"policy": who, "temperature": args.eval_temperature, **report.panel(played, world.task_types)}
-    panel["seconds"] = time.perf_counter() - started
-    checkpoint.write_text(folder / "eval.json", json.dumps(panel, indent=2) + "\n")
-    say(f"success in % on {args.eval_games} held-out games, temperature {args.eval_temperature}")
-    say(report.panel_table({who: panel}))
+    started, who, panels = time.perf_counter(), newest.name if newest else args.model, {}
+    with closing(make_world(args, base.chat, args.seed)) as world:
+        for split in args.eval_splits:
+            _, panels[split] = play_panel(args, world, policy, split)
+            say(f"success in % on {panels[split]['games']} games of {split}")
+            say(report.panel_table({who: panels[split]}))
+    facts = {"policy": who, "panels": panels, "seconds": time.perf_counter() - started}
+    checkpoint.write_text(folder / "eval.json", json.dumps(facts, indent=2) + "\n")
     say(f"written to {folder / 'eval.json'}")
 
 

@@ -56,7 +56,7 @@ def test_smollm2_runs_one_rspo_loop_on_household(smollm2, tmp_path):
     assert policy["environment_episodes"] == 2 + 2 + 2  # B's, the buffer's, A's: one task of two each
     assert policy["entropy_on"] > 0.1 and policy["invalid_actions"] <= 1.0
     summary = json.loads((out / "summary.json").read_text())
-    assert 0.0 <= summary["success_start"] <= 1.0 and summary["updates"] == 1
+    assert 0.0 <= summary["splits"]["eval"]["success_start"] <= 1.0 and summary["updates"] == 1
 
     import torch
     from peft import PeftModel

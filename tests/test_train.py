@@ -62,7 +62,10 @@ def refused(*argv):
         ("--reward_model_backbone tiny", "--reward_model_backbone tiny", "leave it out"),
         ("--reward_model tests", "--reward_model tests", "leave it out to fit one"),
         ("--tiny_width 36 --tiny_heads 4", "--tiny_width 36", "multiple of twice --tiny_heads 4"),
-        ("--eval_games 1000000", "--eval_games 1000000", "give at most that"),
+        ("--eval_splits eval test", "--eval_splits ('eval', 'test')", "it has eval"),
+        ("--eval_splits eval eval", "--eval_splits ('eval', 'eval')", "name each split once"),
+        ("--preset paper-alfworld --config x.json", "--config x.json", "give another"),
+        ("--env alfworld --alfworld_data tests", "--alfworld_data tests", "alfworld-download"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
         ("--device meta", "--device meta", "give auto, cpu"),
         ("--out tests", "--out tests", "give a new folder"),
@@ -106,6 +109,7 @@ def test_what_is_asked_for_and_not_installed_is_named(monkeypatch):
 def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
     class Mute:
         name, step_limit, vocabulary, task_types = "mute", 5, ("go",), ("Go",)
+        eval_splits = ("eval",)
 
         def size(self, split):
             return 1000
@@ -177,7 +181,12 @@ def test_config_json_holds_every_value_and_gives_the_run_again(tmp_path):
     args = flags.resolve(Args(method="outcome", seed=7, gigpo_std=False, learning_rate=2e-3), env)
     path = tmp_path / "config.json"
     path.write_text(flags.config_text(args))
-    assert None not in [v for k, v in json.loads(path.read_text()).items() if k in flags.AUTO[:9]]
+    assert (
+        None
+        not in [
+            v for k, v in json.loads(path.read_text()).items() if k in flags.AUTO and not k.endswith("_data")
+        ][:9]
+    )
     again, _ = flags.prepare(["--config", str(path)])
     assert dataclasses.replace(again, config=None) == args
     other, _ = flags.prepare(["--config", str(path), "--seed", "8", "--model", "some/model"])
@@ -276,10 +285,11 @@ def test_summary_and_log_agree(first_run):
     panels = [line for line in lines if line["agent"] == "evaluation"]
     assert [line["update"] for line in panels] == [0, 2]
     assert all(line["temperature"] == 0.4 and line["games"] == 6 for line in panels)
-    assert summary["success_start"] == panels[0]["success"] and summary["success_end"] == panels[1]["success"]
-    assert isinstance(summary["success_end"], float) and summary["seconds"] > 0
-    assert set(summary["by_type"]) == set(make_env("household").task_types)
-    assert sum(one["games"] for one in summary["by_type"].values()) == 6
+    result = summary["splits"]["eval"]
+    assert result["success_start"] == panels[0]["success"] and result["success_end"] == panels[1]["success"]
+    assert isinstance(result["success_end"], float) and summary["seconds"] > 0
+    assert set(result["by_type"]) == set(make_env("household").task_types)
+    assert sum(one["games"] for one in result["by_type"].values()) == 6
     # a loop: B plays 3 tasks x 2 episodes and 2 x 2 for the buffer, A 3 x 2
     assert (summary["updates"], summary["explorer_updates"], summary["episodes"]) == (2, 2, 32)
     assert summary["turns"] == panels[1]["environment_turns"] > 32
@@ -367,7 +377,7 @@ def test_the_warm_start_is_said_plainly(tmp_path, capsys):
         "the tiny model cannot act yet, so it first has 40 supervised updates on 60 games played by" in said
     )
     assert "an expert that searches (50% of the turns), hesitates (45%) and errs (5%)" in said
-    assert "success in % on 6 held-out games" in said and "episodes  seconds" in said
+    assert "success in % on 6 games of eval" in said and "episodes  seconds" in said
 
 
 def test_an_empty_replay_buffer_is_said(first_run, tmp_path, capsys):
@@ -381,15 +391,15 @@ def test_eval_only_plays_the_panel_of_a_run_and_of_a_model(first_run, tmp_path, 
     train.main(["--eval_only", f"--out={first_run}"])
     found = json.loads((first_run / "eval.json").read_text())
     panels = [line for line in report.read_lines(first_run / "metrics.jsonl") if "by_type" in line]
-    assert (found["policy"], *_panel(found)) == ("step_000002", *_panel(panels[-1]))
+    assert (found["policy"], *_panel(found["panels"]["eval"])) == ("step_000002", *_panel(panels[-1]))
     assert len(report.read_lines(first_run / "metrics.jsonl")) == 8  # nothing was added
     (first_run / "eval.json").unlink()
     monkeypatch.chdir(tmp_path)
     options = on(first_run) | {"eval_games": 3}
     train.main(["--eval_only", *[flag for flag in argv("", **options) if not flag.startswith("--out")]])
     (written,) = tmp_path.glob("runs/eval-*/eval.json")
-    assert json.loads(written.read_text())["games"] == 3
-    assert "success in % on 3 held-out games" in capsys.readouterr().out
+    assert json.loads(written.read_text())["panels"]["eval"]["games"] == 3
+    assert "success in % on 3 games of eval" in capsys.readouterr().out
 
 
 def _panel(line):
@@ -406,15 +416,16 @@ def test_listeners_hear_every_agent_over_its_own_updates(tmp_path, monkeypatch):
         log = staticmethod(heard.append)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: FakeRun()))
-    listen = report.wandb("project", tmp_path, {})
+    listen = report.wandb("project", tmp_path, {"eval_splits": ("seen",)})
     listen({"agent": "explorer", "update": 3, "explorer_update": 5, "success": 0.5})
-    listen({"agent": "evaluation", "update": 6, "by_type": {"Pick": {"games": 9, "success": 0.25}}})
+    by_type = {"Pick": {"games": 9, "success": 0.25}}
+    listen({"agent": "evaluation", "split": "seen", "update": 6, "by_type": by_type})
     assert heard == [
         {"explorer/update": 3, "explorer/explorer_update": 5, "explorer/success": 0.5},
-        {"evaluation/update": 6, "evaluation/success/Pick": 0.25},
+        {"evaluation/seen/update": 6, "evaluation/seen/success/Pick": 0.25},
     ]
     assert defined["explorer/*"] == "explorer/explorer_update"
-    assert defined["policy/*"] == "policy/update" and defined["evaluation/*"] == "evaluation/update"
+    assert defined["policy/*"] == "policy/update" and defined["evaluation/seen/*"] == "evaluation/seen/update"
 
 
 def test_too_long_prompts_for_the_model_are_refused_before_there_is_a_folder(first_run, tmp_path, capsys):
