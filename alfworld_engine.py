@@ -1,22 +1,22 @@
-"""An engine for ALFWorld's text games: the texts, commands and results of TextWorld's, at a fraction of its time.
+"""An engine for ALFWorld's text games: what TextWorld's engine answers, in a fraction of its time.
 
 `Game(path)` plays one `game.tw-pddl` (Shridhar et al. 2021). Two steps make it:
 
-1. `_translate`, once for each game file: the libraries ground the planning task (Fast Downward's translator) and
-   parse the grammar of the sentences (TextWorld), and the result is written down as plain data: atoms, operators,
-   axioms, goal, the facts that sentences speak of, the sentences as small trees. It takes 0.4 to 1.2 s and is
+1. `_translate`, once for each game file: the libraries ground the planning task (Fast Downward's translator)
+   and parse the grammar of the sentences (TextWorld); the result is written down as plain data: operators,
+   axioms, goal, the facts that sentences speak of, the sentences as small trees. It takes 0.2 to 1 s and is
    kept on disk (`cache_folder`), so the second process, and the second run, begin in milliseconds.
 2. `_Table`, that data made playable. A state is two integers, one bit an atom. Which commands are possible is
-   worked out for all operators at once by bitwise logic; a sentence comes from walking its tree; both are kept for
-   states already seen, up to a limit. Only Python integers, dicts and strings take part, no planner library:
-   games cannot disturb each other, nothing is left behind by a dropped one, and equal files share one table.
+   worked out for all operators at once by bitwise logic, a sentence by walking its tree, and both are kept
+   for states already seen, up to a limit. Only Python integers, lists and strings take part, no planner
+   library: games cannot disturb each other, a dropped one leaves nothing, equal files share one table.
 
 What decides the text is kept exactly, also where it is odd: facts once denied stay known as denied, an entity
 cannot fill two places of one condition, and sentences hear of effects whose condition was not met.
 tests/compare_alfworld.py plays beside the stock engine.
 
-Left out: planning (`policy_commands`, the experts), TextWorld's other information (score, facts, inventory), and
-what these games do not have, such as commands whose wording depends on the state (a ValueError says so).
+Left out: planning (`policy_commands`, the experts), TextWorld's other information (score, facts, inventory),
+and what these games do not have, such as commands whose wording depends on the state (a ValueError says so).
 
     python alfworld_engine.py DIR --processes n     # translate every game below DIR beforehand
 """
@@ -25,17 +25,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import bisect
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
 import warnings
 import zlib
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +63,7 @@ N_TRANSITIONS = 2000  # remembered in each game, about 1 MB
 
 @dataclass(frozen=True)
 class State:
-    """What a player sees. `won` is success; `done` only says that the game has ended (here: never otherwise)."""
+    """What a player sees. `won` is success; `done` says that the game has ended (here: by a win alone)."""
 
     text: str
     admissible: list[str]  # in the stock engine's order: sorted
@@ -72,18 +77,15 @@ class Game:
     def __init__(self, path: str | os.PathLike, cache: str | os.PathLike | None = None):
         """cache: the folder of translated games; by default `cache_folder()`.
 
-        ValueError names a file that is not such a game or whose path names none of the task types; ImportError
-        says how to install ALFWorld.
+        ValueError: the file, which it names, is not such a game, or its path names none of the task types.
+        ImportError: ALFWorld is not installed; it says how to.
         """
         self.path = os.path.abspath(path)
         self.task_type = task_type(self.path)
-        self._table = _table(self.path, Path(cache) if cache is not None else cache_folder())
+        self._table = _table(self.path, cache_folder() if cache is None else Path(cache))
         self._node = None
-
-    @property
-    def walkthrough(self) -> list[str]:
-        """Commands that win the game from its start, as stored in the file (empty: none is)."""
-        return list(self._table.walkthrough)
+        # Commands that win the game from its start, as stored in the file (empty: none are).
+        self.walkthrough: list[str] = list(self._table.walkthrough)
 
     def reset(self) -> State:
         if self._table is None:
@@ -109,7 +111,7 @@ class Game:
 
 
 def task_type(path: str) -> str:
-    """Which of TASK_TYPES the path names: its last part that names one, so a folder further up cannot mislead."""
+    """Which of TASK_TYPES the path names: its last part that names one counts, not a folder further up."""
     for part in reversed(Path(path).parts):
         for name in TASK_TYPES:
             if name in part:
@@ -130,25 +132,29 @@ class _Sentences:
     """
 
     def __init__(self, data: dict):
-        self.entities = data["entities"]
-        self.rules = data["rules"]
-        self.queries = data["queries"]
-        by_types: dict[str, dict[tuple, list]] = {}
-        for name, facts in data["facts"].items():
-            for arguments, atom in facts:
-                types = tuple(self.entities[argument][1] for argument in arguments)
-                by_types.setdefault(name, {}).setdefault(types, []).append((tuple(arguments), atom))
-        # Entities are numbered in the order of their ids, so sorted arguments are sorted names.
-        self._facts = {name: {t: sorted(f) for t, f in found.items()} for name, found in by_types.items()}
-        self._plans = [[self._plan(*predicate) for predicate in query] for query in self.queries]
+        self._entities = data["entities"]
+        self._rules = data["rules"]
+        self._queries = data["queries"]
+        self._facts = {(name, tuple(types)): flat for name, types, flat in data["facts"]}
+        self._plans: dict[int, list] = {}  # made when first asked for, and shared where predicates are equal
+        self._known: dict[tuple, tuple] = {}
 
-    def _plan(self, name: str, placeholders: list, signatures: list):
-        denied = name.startswith("not_")
-        known = self._facts.get(name.removeprefix("not_"), {})
-        facts = [fact for types in signatures for fact in known.get(tuple(types), ())]
-        if denied:
-            facts = [(arguments, atom) for arguments, atom in facts if atom >= 0]
-        return denied, [tuple(placeholder) for placeholder in placeholders], facts, {}
+    def _plan(self, query: int) -> list:
+        """For each predicate: whether it asks for a denial, placeholders, facts in order, their index."""
+        plan = []
+        for name, placeholders, signatures in self._queries[query]:
+            key = name, tuple(map(tuple, signatures))
+            if key not in self._known:
+                facts = []
+                for types in key[1]:
+                    flat, width = self._facts[name.removeprefix("not_"), types], len(types) + 1
+                    rows = zip(*(flat[i::width] for i in range(width)), strict=True)
+                    facts += [(arguments, atom) for *arguments, atom in rows]
+                if name.startswith("not_"):
+                    facts = [fact for fact in facts if fact[1] >= 0]
+                self._known[key] = facts, {}
+            plan.append((name.startswith("not_"), [tuple(p) for p in placeholders], *self._known[key]))
+        return plan
 
     def derive(self, symbols: list, mapping: dict, true: int | None, denied: int | None) -> str:
         parts = []
@@ -167,7 +173,7 @@ class _Sentences:
         return "".join(parts)
 
     def _rule(self, name: str, mapping: dict, true: int | None, denied: int | None) -> str:
-        for query, symbols in self.rules.get(name, ()):
+        for query, symbols in self._rules.get(name, ()):
             if query is None or next(self._answers(query, mapping, true, denied), None) is not None:
                 return self.derive(symbols, mapping, true, denied)
         raise ValueError(f"the grammar has no applicable rule #{name}#")
@@ -198,11 +204,13 @@ class _Sentences:
         if kind == "or":
             values = [self._value(part, variables) for part in rest]
             return next((value for value in values if value), values[-1])
-        id_, type_, name = self.entities[variables[rest[0]]]
+        id_, type_, name = self._entities[variables[rest[0]]]
         return {"id": id_, "type": type_, "name": name, "definite": "the", "indefinite": "a"}[rest[1]]
 
     def _answers(self, query: int, mapping: dict, true: int | None, denied: int | None):
         """The mappings that extend `mapping` so that all the query's predicates hold, in a fixed order."""
+        if query not in self._plans:
+            self._plans[query] = self._plan(query)
         return self._search(self._plans[query], 0, mapping, set(mapping.values()), true, denied)
 
     def _search(self, plan: list, depth: int, mapping: dict, used: set, true: int | None, denied: int | None):
@@ -238,7 +246,7 @@ class _Sentences:
                 yield from self._search(plan, depth + 1, extended, used | set(new.values()), true, denied)
 
 
-# --- Play: states as bits ------------------------------------------------------------------------------------
+# --- Play: states as bits -----------------------------------------------------------------------------------
 
 
 class _Node:
@@ -255,8 +263,8 @@ class _Node:
 class _Table:
     """A translated game, ready to be played; shared by all its games, which keep only their node.
 
-    Operators are numbered by their command's place in the alphabet, then in the planner's order: the set bits of
-    an applicable set, read upwards, are the admissible commands in the stock engine's order, and the first
+    Operators are numbered by their command's place in the alphabet, then in the planner's order: the set bits
+    of an applicable set, read upwards, are the admissible commands in the stock engine's order, and the first
     applicable operator of a command is the one that the stock engine would carry out.
     """
 
@@ -265,20 +273,13 @@ class _Table:
         self._sentences = _Sentences(data)
         self._actions = [(s, [tuple(p) for p in placeholders]) for s, placeholders in data["actions"]]
         self._commands = data["commands"]
-        self._operators = [
-            (
-                action,
-                tuple(arguments),
-                tuple(effects),
-                [(*_condition_bits(body), code) for body, code in uncertain],
-            )
-            for _, action, arguments, _, effects, uncertain in data["operators"]
-        ]
-        self._command_of = [operator[0] for operator in data["operators"]]
-        self._of_command: dict[str, list[int]] = {}
-        for number, command in enumerate(self._command_of):
-            self._of_command.setdefault(self._commands[command], []).append(number)
-        self._index_conditions([operator[3] for operator in data["operators"]])
+        self._place = dict(zip(self._commands, range(len(self._commands)), strict=True))
+        self._command_of, self._action_of = (array("i", data[key]) for key in ("command_of", "action_of"))
+        self._arguments, self._effects = _Rows(data["arguments"]), _Rows(data["effects"])
+        self._uncertain: dict[int, list] = {}
+        for number, body, code in data["uncertain"]:
+            self._uncertain.setdefault(number, []).append((*_condition_bits(body), code))
+        self._index_conditions(_Rows(data["conditions"]))
         self._goal = _condition_bits(data["goal"])
         self._layers = [[(head, *_condition_bits(body)) for head, body in layer] for layer in data["axioms"]]
         self._default = _bits(data["default"])
@@ -290,57 +291,60 @@ class _Table:
         self._n_transitions = 0
         self._first = None
 
-    def _index_conditions(self, conditions: list[list[int]]) -> None:
-        """For each place in the list of a precondition, which operators have what there.
+    def _index_conditions(self, conditions: _Rows) -> None:
+        """For each place in the list of a precondition, which operators ask for what there.
 
-        self._places: (operators with nothing positive there, {atom: operators that ask for it there}).
+        self._places: [(operators that ask for nothing there, {true atom: operators that ask for it there})].
         """
-        n_places = max((sum(code % 2 for code in condition) for condition in conditions), default=0)
-        every = (1 << len(conditions)) - 1
-        wanted = [{} for _ in range(n_places)]
-        self._unwanted: dict[int, int] = {}
+        self._every = (1 << len(conditions)) - 1
+        self._unwanted: dict[int, int] = {}  # atom: operators that ask for it to be false
+        wanted: list[dict[int, int]] = []
         for number, condition in enumerate(conditions):
-            positive = [code >> 1 for code in condition if code % 2]
-            for place, atom in enumerate(positive):
-                wanted[place].setdefault(atom, []).append(number)
+            bit, place = 1 << number, 0
             for code in condition:
+                atom = code >> 1
                 if not code % 2:
-                    self._unwanted.setdefault(code >> 1, []).append(number)
-        self._unwanted = {atom: _bits(numbers) for atom, numbers in self._unwanted.items()}
+                    self._unwanted[atom] = self._unwanted.get(atom, 0) | bit
+                    continue
+                if place == len(wanted):
+                    wanted.append({})
+                wanted[place][atom] = wanted[place].get(atom, 0) | bit
+                place += 1
         self._places = []
-        for place in wanted:
-            place = {atom: _bits(numbers) for atom, numbers in place.items()}
-            asking = 0
-            for numbers in place.values():
-                asking |= numbers
-            self._places.append((every & ~asking, place))
-        self._every = every
-        self._asked = _bits([*self._unwanted, *(atom for place in wanted for atom in place)])
+        for operators_of in wanted:
+            free = self._every
+            for operators in operators_of.values():
+                free &= ~operators
+            self._places.append((free, operators_of))
+        self._asked = _bits({*self._unwanted, *(atom for operators_of in wanted for atom in operators_of)})
 
     def start(self) -> tuple[str, _Node]:
         """The text and the state at the beginning."""
-        if self._first is None:
-            node = self._node(self._beginning, 0)
-            self._first = self._sentences.derive([["rule", "intro"]], {}, node.true, node.denied), node
-        return self._first
+        with self._lock:
+            if self._first is None:
+                node = self._node(self._beginning, 0)
+                self._first = self._sentences.derive([["rule", "intro"]], {}, node.true, node.denied), node
+            return self._first
 
     def follow(self, node: _Node, command: str) -> tuple[str, _Node]:
         """What the command answers in this state, and the state it leads to."""
-        number = next((n for n in self._of_command.get(command, ()) if node.applicable >> n & 1), None)
-        if number is None:
+        if command not in node.admissible:
             return NOTHING, node
-        action, arguments, effects, uncertain = self._operators[number]
+        number = bisect.bisect_left(self._command_of, self._place[command])
+        while not node.applicable >> number & 1:
+            number += 1
         true, denied = node.true, node.denied
-        for code in effects:
+        for code in self._effects[number]:
             true, denied = _put(true, code), _put(denied, code ^ 1)
-        if uncertain:
+        if number in self._uncertain:
             before = self._with_axioms(node.true)
-            for positive, negative, code in uncertain:
+            for positive, negative, code in self._uncertain[number]:
                 if before & positive == positive and not before & negative:
                     true = _put(true, code)
         denied &= self._deniable
-        feedback, placeholders = self._actions[action]
-        text = self._sentences.derive(feedback, dict(zip(placeholders, arguments, strict=True)), true, denied)
+        feedback, placeholders = self._actions[self._action_of[number]]
+        mapping = dict(zip(placeholders, self._arguments[number], strict=True))
+        text = self._sentences.derive(feedback, mapping, true, denied)
         with self._lock:
             if self._n_transitions >= N_TRANSITIONS:
                 self._forget()
@@ -354,6 +358,7 @@ class _Table:
         self._nodes.clear()
         self._lists.clear()
         self._n_transitions = 0
+        self._first = None  # or all that is reached from it would stay
 
     def _node(self, true: int, denied: int) -> _Node:
         node = self._nodes.get((true, denied))
@@ -370,7 +375,7 @@ class _Table:
         return node
 
     def _with_axioms(self, true: int) -> int:
-        """The state with its derived atoms: each layer's rules until nothing changes, then the next layer's."""
+        """The state with its derived atoms: each layer's rules until nothing changes, then the next layer."""
         true |= self._default
         for rules in self._layers:
             before = None
@@ -396,7 +401,30 @@ class _Table:
         return applicable
 
 
-def _bits(numbers: list[int]) -> int:
+class _Rows:
+    """Lists of integers in one array: thousands of small objects less for each game."""
+
+    def __init__(self, packed: list):
+        self._flat, self._ends = array("i", packed[0]), array("i", packed[1])
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> array:
+        return self._flat[self._ends[number - 1] if number else 0 : self._ends[number]]
+
+    def __iter__(self):
+        start = 0
+        for end in self._ends:
+            yield self._flat[start:end]
+            start = end
+
+    @staticmethod
+    def packed(rows: list[list[int]]) -> list:
+        return [[value for row in rows for value in row], list(itertools.accumulate(map(len, rows)))]
+
+
+def _bits(numbers: Iterable[int]) -> int:
     bits = 0
     for number in numbers:
         bits |= 1 << number
@@ -423,7 +451,7 @@ def _condition_bits(codes: list[int]) -> tuple[int, int]:
     )
 
 
-# --- Translation: from the game file to plain data, by the libraries -----------------------------------------
+# --- Translation: from the game file to plain data, by the libraries ----------------------------------------
 
 _TRANSLATING = threading.Lock()  # the libraries' parsers and options are global
 
@@ -438,7 +466,7 @@ def _translate(game: dict) -> dict:
             task, sas = fast_downward.pddl2sas(game["pddl_domain"], game["pddl_problem"])
         finally:
             sys.argv = argv
-        grammar = _grammar(game["pddl_domain"], game["grammar"])
+        grammar = _grammar(game["grammar"])
     variables, start, goal, operators, axioms = _read_sas(sas)
 
     # What is true at the start; entities are numbered in the order of their ids.
@@ -455,8 +483,8 @@ def _translate(game: dict) -> dict:
     asked = {predicate[0].removeprefix("not_") for query in grammar["queries"] for predicate in query}
     if any(layer >= 0 and atom[0] in asked for atom, layer in variables):
         raise ValueError("a sentence that asks for a derived fact")
-    # The stock engine tells the sentences of each effect, also of one whose condition is not met. So an atom with
-    # such effects has a twin, which is what the sentences see.
+    # The stock engine tells the sentences of each effect, also of one whose condition is not met. So an atom
+    # with such effects has a twin, which is what the sentences see.
     uncertain = {atom for *_, effects in operators for condition, atom, _ in effects if condition}
     twins = {}
     for atom in sorted(uncertain):
@@ -465,22 +493,34 @@ def _translate(game: dict) -> dict:
             variables.append((variables[atom][0], -1))
             start.append(start[atom])
             fluent[variables[atom][0]] = twins[atom]
-    facts = {}
-    for predicate, arguments in sorted(constant | {atom for atom in fluent if atom[0] in asked}):
+    facts: dict[tuple, list] = {}
+    for predicate, arguments in sorted(constant | set(fluent)):
         if predicate in asked:
-            number = fluent.get((predicate, arguments), -1)
-            facts.setdefault(predicate, []).append([[entity[argument] for argument in arguments], number])
+            types = tuple(type_of[argument] for argument in arguments)
+            atom = fluent.get((predicate, arguments), -1)
+            facts.setdefault((predicate, types), []).append([*(entity[a] for a in arguments), atom])
     hierarchy = _hierarchy(task.types)
     for query in grammar["queries"]:
         for predicate in query:
             types = [hierarchy.get(type_) for _, type_ in predicate[1]]
-            predicate.append([[t.name for t in found] for found in hierarchy.multi_subtypes(types)])
+            signatures = [tuple(t.name for t in found) for found in hierarchy.multi_subtypes(types)]
+            predicate.append([s for s in signatures if (predicate[0].removeprefix("not_"), s) in facts])
+
+    # Only atoms that something reads are kept: states that differ elsewhere are one.
+    read = {atom for _, condition, _ in operators for atom, _ in condition} | {atom for atom, _ in goal}
+    read |= {atom for *_, effects in operators for condition, *_ in effects for atom, _ in condition}
+    read |= {atom for head, body in axioms for atom, _ in (head, *body)}
+    read |= {atom for found in facts.values() for *_, atom in found if atom >= 0}
+    number_of = {-1: -1, **{old: new for new, old in enumerate(sorted(read))}}
     data = {
         "walkthrough": game.get("walkthrough") or [],
         "entities": [[id_, type_of[id_], names[id_]] for id_ in ids],
         "rules": grammar["rules"],
         "queries": grammar["queries"],
-        "facts": facts,
+        "facts": [
+            [*key, [value for *arguments, atom in found for value in (*arguments, number_of[atom])]]
+            for key, found in facts.items()
+        ],
     }
 
     # Operators in the order of their commands, then in the planner's, which sorts by preconditions.
@@ -504,21 +544,12 @@ def _translate(game: dict) -> dict:
     commands = sorted({row[0] for row in rows})
     place = {command: number for number, command in enumerate(commands)}
 
-    # Only atoms that something reads are kept: states that differ elsewhere are one.
-    read = {atom for _, condition, *_ in rows for atom, _ in condition} | {atom for atom, _ in goal}
-    read |= {atom for head, body in axioms for atom, _ in (head, *body)}
-    read |= {atom for *_, effects in rows for condition, *_ in effects for atom, _ in condition}
-    read |= {number for found in facts.values() for _, number in found if number >= 0}
-    number_of = {old: new for new, old in enumerate(sorted(read))}
-    for found in facts.values():
-        for fact in found:
-            fact[1] = number_of.get(fact[1], -1)
-
-    def told(effects: list):
+    def certain(effects: list):
         for condition, atom, value in effects:
-            yield condition, atom, value
+            if not condition and atom in read:
+                yield atom, value
             if atom in twins:
-                yield [], twins[atom], value
+                yield twins[atom], value
 
     def literals(pairs: list) -> list[int]:
         return [2 * number_of[atom] + (value == TRUE) for atom, value in pairs]
@@ -533,16 +564,16 @@ def _translate(game: dict) -> dict:
         **data,
         "commands": commands,
         "actions": [[grammar["feedback"][name], parameters[name]] for name in actions],
-        "operators": [
-            [
-                place[command],
-                action,
-                numbers,
-                literals(condition),
-                literals([pair for condition, *pair in told(effects) if not condition and pair[0] in read]),
-                [[literals(c), *literals([pair])] for c, *pair in effects if c and pair[0] in read],
-            ]
-            for command, condition, action, numbers, effects in rows
+        "command_of": [place[command] for command, *_ in rows],
+        "action_of": [action for _, _, action, *_ in rows],
+        "arguments": _Rows.packed([arguments for *_, arguments, _ in rows]),
+        "conditions": _Rows.packed([literals(condition) for _, condition, *_ in rows]),
+        "effects": _Rows.packed([literals(certain(effects)) for *_, effects in rows]),
+        "uncertain": [
+            [number, literals(condition), *literals([pair])]
+            for number, (*_, effects) in enumerate(rows)
+            for condition, *pair in effects
+            if condition and pair[0] in read
         ],
         "goal": literals(goal),
         "axioms": [layers[layer] for layer in sorted(layers)],
@@ -556,10 +587,10 @@ TRUE = 0  # the first value of each variable of the planning task: "Atom x"; the
 
 
 def _read_sas(sas: str):
-    """The translator's output: [(atom, axiom layer)], start values, goal, [(name, condition, effects)], axioms.
+    """The translator's output: [(atom, axiom layer)], start values, goal, operators, axioms.
 
-    An atom is (predicate, arguments), a condition a list of (variable, value), an effect (condition, variable,
-    value), an axiom ((variable, value), condition).
+    An atom is (predicate, arguments), a condition a list of (variable, value), an operator (name, condition,
+    effects), an effect (condition, variable, value), an axiom ((variable, value), condition).
     """
     lines = iter(sas.split("\n"))
 
@@ -614,12 +645,27 @@ def _read_sas(sas: str):
     return variables, start, goal, operators, axioms
 
 
-def _grammar(domain: str, text: str) -> dict:
-    """The grammar's rules, and the commands and answers of its actions, as the trees that `_Sentences` walks."""
+STAND_IN = "Your task is to: do it"
+
+
+def _grammar(text: str) -> dict:
+    """The grammar's rules, and its actions' commands and answers, as the trees that `_Sentences` walks.
+
+    Games differ in the words of the task alone, so the rest is parsed once. Those words are plain ones: they
+    hold nothing that the grammar could read as more than text.
+    """
+    task = re.search(r'(?<="rhs": ")Your task is to: [\w ,.]*(?=")', text, re.ASCII)
+    if task is None or STAND_IN in text:
+        return json.loads(_parsed_grammar(text))
+    return json.loads(_parsed_grammar(text.replace(task[0], STAND_IN)).replace(STAND_IN, task[0]))
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed_grammar(text: str) -> str:
     from textworld.envs.pddl.logic import GameLogic
     from textworld.envs.pddl.textgen import ContextSensitiveGrammar
 
-    logic = GameLogic(domain=domain, grammar=text)
+    logic = GameLogic(domain="", grammar=text)
     queries: dict[str, int] = {}
 
     def tree(symbol) -> list:
@@ -645,12 +691,10 @@ def _grammar(domain: str, text: str) -> dict:
         name: [[query(rule.condition), [tree(symbol) for symbol in rule.rhs]] for rule in alternatives]
         for name, alternatives in logic.grammar._rules.items()
     }
-    return {
-        "rules": rules,
-        "templates": {name: trees(action.template) for name, action in logic.actions.items()},
-        "feedback": {name: trees(action.feedback_rule) for name, action in logic.actions.items()},
-        "queries": [_predicates(condition) for condition in queries],
-    }
+    templates = {name: trees(action.template) for name, action in logic.actions.items()}
+    feedback = {name: trees(action.feedback_rule) for name, action in logic.actions.items()}
+    predicates = [_predicates(condition) for condition in queries]
+    return json.dumps(dict(rules=rules, templates=templates, feedback=feedback, queries=predicates))
 
 
 def _predicates(condition: str) -> list:
@@ -701,14 +745,14 @@ def _names(ids: list[str]) -> dict[str, str]:
     return {id_: demangler.demangle_alfred_name(id_) for id_ in ids}
 
 
-# --- The cache: translated games in memory and on disk ---------------------------------------------------------
+# --- The cache: translated games in memory and on disk ------------------------------------------------------
 
 _tables: OrderedDict[str, _Table] = OrderedDict()  # the last N_TABLES games, by key
 _tables_lock = threading.Lock()
 
 
 def cache_folder() -> Path:
-    """Where translated games are kept: $RSPO_CACHE/alfworld, else rspo/alfworld in the user's cache folder."""
+    """Where translated games are kept: $RSPO_CACHE/alfworld, or rspo/alfworld in the user's cache folder."""
     if os.environ.get("RSPO_CACHE"):
         return Path(os.environ["RSPO_CACHE"]) / "alfworld"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rspo" / "alfworld"
@@ -758,9 +802,9 @@ def _build(path: str, content: bytes, file: Path) -> _Table:
             return _Table(data)
         except (LookupError, TypeError, ValueError) as error:
             warnings.warn(f"{file}: not a translated game ({error!r}); translating again", stacklevel=4)
-    data = _translated(path, content)
-    _save(file, data)
-    return _Table(data)
+    text = json.dumps(_translated(path, content), separators=(",", ":")).encode()
+    _save(file, text)
+    return _Table(json.loads(text))  # from the text, as the next process will
 
 
 def _translated(path: str, content: bytes) -> dict:
@@ -779,7 +823,7 @@ def _load(file: Path) -> dict | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _warn_once(f"{file.parent}: translated games cannot be read: {error}")
+        _warn_once(file.parent, f"translated games cannot be read: {error.strerror}")
         return None
     digest, packed = stored[:32], stored[32:]
     if hashlib.sha256(packed).digest() != digest:
@@ -788,24 +832,31 @@ def _load(file: Path) -> dict | None:
     return json.loads(zlib.decompress(packed))
 
 
-def _save(file: Path, data: dict) -> None:
+def _save(file: Path, text: bytes) -> None:
     """Write a cache file whole or not at all: other processes may be writing the same one."""
-    packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode())
+    packed = zlib.compress(text)
+    part = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
             part.write(hashlib.sha256(packed).digest() + packed)
         os.replace(part.name, file)
     except OSError as error:
-        _warn_once(f"{file.parent}: translated games cannot be kept: {error}")
+        if part is not None:
+            Path(part.name).unlink(missing_ok=True)
+        _warn_once(file.parent, f"translated games cannot be kept: {error.strerror}")
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+_warned: set[Path] = set()
 
 
-# --- Command line ------------------------------------------------------------------------------------------------
+def _warn_once(folder: Path, problem: str) -> None:
+    if folder not in _warned:
+        _warned.add(folder)
+        warnings.warn(f"{folder}: {problem}", stacklevel=6)
+
+
+# --- Command line -------------------------------------------------------------------------------------------
 
 
 def _warm(path: str) -> str | None:
