@@ -65,17 +65,19 @@ class Product:
         return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
 
 
+_ENDS = tuple(" \t\r\n,:]}")  # what may follow a value
+
+
 def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
     """The elements of a JSON array, or the (key, value) pairs of an object, read piece by piece."""
-    decode = json.JSONDecoder().raw_decode
-    gap = re.compile(r"[\s,:]*")
+    decode, gap = json.JSONDecoder().raw_decode, re.compile(r"[\s,:]*")
     with open(path, encoding="utf-8") as file:
         buffer = file.read(chunk)
         at = gap.match(buffer).end()
         opening, at = buffer[at : at + 1], at + 1
         if opening not in ("[", "{"):
             raise ValueError(f"{path}: expected a JSON array or object")
-        values = []
+        values, fault = [], None
         while True:
             at = gap.match(buffer, at).end()
             if buffer[at : at + 1] == ("]" if opening == "[" else "}"):
@@ -84,7 +86,7 @@ def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
                 value, end = decode(buffer, at)
             except json.JSONDecodeError as error:
                 end, fault = len(buffer), error
-            if end == len(buffer):  # perhaps cut off: read on, ever more, so that the time stays linear
+            if buffer[end : end + 1] not in _ENDS:  # cut off: read on, ever more, so that time stays linear
                 more = file.read(max(chunk, end - at))
                 if not more:
                     raise ValueError(f"{path} is damaged or cut short: {fault}") from fault
@@ -372,6 +374,11 @@ class Page:
         return f"{start}/item_sub_page/{item}/{self.sub_page}/{self.options}"
 
     @property
+    def shown(self) -> tuple[Product, ...]:
+        """The products on this page of the results."""
+        return self.hits[(self.number - 1) * PAGE_SIZE : self.number * PAGE_SIZE]
+
+    @property
     def kind_in_url(self) -> str:
         """What the official program takes the page for; query text can mislead it, and then does so here."""
         return next((kind for kind in _KINDS if kind in self.url), "index")
@@ -394,7 +401,7 @@ class Page:
             if self.number > 1:
                 yield _Node("button", "< Prev")
             yield _Node("button", "Next >")
-            for product in self.hits[(self.number - 1) * PAGE_SIZE : self.number * PAGE_SIZE]:
+            for product in self.shown:
                 yield _Node("product", product.asin)
                 yield _Node("plain", product.title)
                 yield _Node("plain", product.price_tag)
@@ -471,8 +478,8 @@ class Page:
 # The last page; the official program leaves most of its fields empty.
 _RECEIPT = (
     "Thank you for shopping with us!|Your code: |None| (Paste it in your MTurk interface.)|Purchased|asin|"
-    "ASIN|options|OPTIONS|attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|"
-    "price upper|instuction text|category|product category|query|Goal |None|Reward|"
+    "ASIN|options|OPTIONS|attrs|None|category|None|query|None|product category|None|Target|asin|options|"
+    "attrs|price upper|instuction text|category|product category|query|Goal |None|Reward|"
     "Your score (min 0.0, max 1.0)|REWARD|Reward Details |None"
 )
 
@@ -563,11 +570,9 @@ class Session:
 
     def _results(self, query: str, number: int) -> Page:
         page = self.page
-        same = query == page.query and page.kind != "index"
-        hits = page.hits if same else self.shop.found(query)
-        return replace(
-            page, kind="search_results", query=query, number=number, hits=hits, product=None, options={}
-        )
+        hits = page.hits if query == page.query else self.shop.found(query)
+        found = {"query": query, "number": number, "hits": hits}
+        return replace(page, kind="search_results", product=None, options={}, **found)
 
     def _clicked(self, name: str) -> Page:
         page = self.page
@@ -607,6 +612,7 @@ class WebShop:
     ):
         if goals not in ("synthetic", "human"):
             raise ValueError(f'goals: "synthetic" or "human", not {goals!r}')
+        _check_packages()
         folder = Path(data_dir)
         self.product_set = _check_files(folder, goals, product_set)
         self.show_attributes = show_attributes
@@ -616,8 +622,8 @@ class WebShop:
 
         rng = random.Random(seed)
         self.products, instructions = _load(folder, goals, rng, self.product_set)
-        if not self._nouns.keys() >= self.products.keys():
-            _check_spacy(f"{nouns_file} {'lacks some titles' if self._nouns else 'is missing'}")
+        if not self._nouns.keys() >= self.products.keys() and not _has_spacy():
+            raise ValueError(f"{nouns_file} lacks titles of {SETS[self.product_set][0]}: {_GET_NOUNS}")
         self._list = list(self.products.values())
         self.goals = Goals(self.products, instructions, rng)
         documents = (product.document for product in self._list)
@@ -646,6 +652,14 @@ class WebShop:
         return self._nouns[product.asin]
 
 
+def _check_packages() -> None:
+    missing = [name for name in ("nltk", "rapidfuzz", "regex") if not importlib.util.find_spec(name)]
+    if missing:
+        raise ModuleNotFoundError(
+            f"WebShop needs {', '.join(missing)}: pip install -r requirements/webshop.txt", name=missing[0]
+        )
+
+
 def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
     """Which product set lies there; an error that names every missing file and where to get it."""
     if product_set is not None and product_set not in SETS:
@@ -658,6 +672,8 @@ def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
     )
     needed = [*SETS[chosen], *([HUMAN_GOALS] if goals == "human" else [])]
     missing = [f"{file} (from {SOURCE})" for file in needed if not (folder / file).exists()]
+    if not (folder / TITLE_NOUNS).exists() and not _has_spacy():
+        missing.append(f"{TITLE_NOUNS}, or {_GET_NOUNS}")
     if not (folder / COLORS).exists() and not _normalizer(folder).exists():
         missing.append(
             f"{COLORS} (the list COLOR_SET in web_agent_site/engine/normalize.py of the official repository, "
@@ -682,12 +698,14 @@ def _colors(folder: Path) -> list[str]:
     raise ValueError(f"{_normalizer(folder)} holds no list COLOR_SET")
 
 
-def _check_spacy(reason: str) -> None:
-    if not all(importlib.util.find_spec(name) for name in ("spacy", "en_core_web_sm")):
-        raise FileNotFoundError(
-            f"{reason}: the reward compares the nouns of titles. Put the file there, or install spaCy to "
-            "find them: pip install spacy && python -m spacy download en_core_web_sm"
-        )
+_GET_NOUNS = (
+    "spaCy, to find the nouns of titles for the reward: pip install spacy && "
+    "python -m spacy download en_core_web_sm"
+)
+
+
+def _has_spacy() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("spacy", "en_core_web_sm"))
 
 
 @lru_cache(maxsize=1)

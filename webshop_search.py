@@ -90,7 +90,7 @@ def _word_pattern() -> re.Pattern:
     word = f"{underscores}{run}(?:E[E{x[1:-1]}]*{run})*(?:E{x}*)*"
     joiners = f"z{{0,{LONGEST_WORD}}}"
     tail = f"(?:[xk]|z(?!{joiners}[MBG]))*"
-    emoji = f"(?:{joiners}[MB]{tail}V?|(?:{joiners}B{tail})?G{tail})"
+    emoji = f"(?:(?:{joiners}B{tail})?G{tail}|{joiners}[MB]{tail}V?)"
     emojis = f"{emoji}(?:z{emoji})*|p[xz]*V?k[xzk]*|R{x}*R{x}*"
     return re.compile(f"{word}|[Jh]{x}*|(?:S{x}*)+|{emojis}")
 
@@ -134,7 +134,8 @@ def terms(text: str) -> list[str]:
 
 
 def _rounded_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Document lengths as Lucene stores them in one byte: exact below 32, then four leading bits above 24."""
+    """Document lengths as Lucene stores them in one byte: exact up to 40, then four leading bits of what
+    exceeds 24."""
     excess = np.maximum(lengths - 24, 0)
     dropped = np.maximum(np.frexp(excess.astype(np.float64))[1] - 4, 0)  # frexp: the number of bits
     return np.where(lengths < 24, lengths, 24 + (excess >> dropped << dropped))
@@ -203,7 +204,7 @@ class Index:
         self._documents = np.empty(self._starts[-1], np.int32)
         self._divisors = np.empty(self._starts[-1], np.float32)
 
-        mean = np.float32(length.sum() / max(self.size, 1))
+        mean = np.float32(max(length.sum(), 1) / max(self.size, 1))
         rounded = _rounded_lengths(length).astype(np.float32)
         inverse = np.float32(1) / (K1 * ((np.float32(1) - B) + B * rounded / mean))
         free = self._starts[:-1].copy()  # where each term's next posting goes
