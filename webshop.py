@@ -272,6 +272,7 @@ def _plain(text: str) -> str:
     return default_process(text.translate(_LATIN_1))
 
 
+@lru_cache(maxsize=65536)
 def _similar(a: str, b: str) -> bool:
     from rapidfuzz.fuzz import token_set_ratio
 
@@ -298,7 +299,7 @@ def judge(bought: Product, chosen: dict[str, str], goal: Goal, wanted: Product, 
 
     texts = [bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower()]
     attributes = sum(
-        any(_similar(own, wish) for own in bought.attributes) or any(wish in text for text in texts)
+        any(wish in text for text in texts) or any(_similar(own, wish) for own in bought.attributes)
         for wish in goal.attributes
     )
 
