@@ -22,7 +22,7 @@ import re
 import warnings
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -288,7 +288,14 @@ def _parts(product: Product) -> set[str]:
     return {part.strip() for part in product.product_category.split("›")}
 
 
-def judge(bought: Product, chosen: dict[str, str], goal: Goal, wanted: Product, nouns, colors) -> Score:
+def judge(
+    bought: Product,
+    chosen: dict[str, str],
+    goal: Goal,
+    wanted: Product,
+    nouns: Callable[[Product], Sequence[str]],
+    colors: Sequence[str],
+) -> Score:
     """The official reward. `wanted` is the goal's product, `nouns` gives a product's title nouns."""
     title_score = _title_score(nouns(bought), nouns(wanted))
     query_match = bought.query == wanted.query

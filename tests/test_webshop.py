@@ -1052,3 +1052,14 @@ def test_spacy_is_looked_for_without_importing_it():
     assert webshop._has_spacy() == bool(
         importlib.util.find_spec("spacy") and importlib.util.find_spec("en_core_web_sm")
     )
+
+
+@needs_data
+@pytest.mark.slow
+def test_the_benchmark_loads_a_generated_file(capsys):
+    import bench
+
+    bench.main(
+        ["webshop", "--webshop_data", str(DATA), "--products", "3000"]
+    )  # whether goals are met: not here
+    assert "WebShop(all: 3000 products, 3000 documents, " in capsys.readouterr().out
