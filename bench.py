@@ -8,7 +8,9 @@ results.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -16,9 +18,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import alfworld_engine
 import webshop
 
 
@@ -48,6 +53,138 @@ def conclude(goals: list[Goal]) -> int:
 
 
 # --- ALFWorld: the engine beside the stock one --------------------------------------------------------------
+
+
+def alfworld_games(data: Path, n: int) -> list[str]:
+    """n game files of valid_seen, the task types in turn."""
+    by_type: dict[str, list[str]] = {name: [] for name in alfworld_engine.TASK_TYPES}
+    folder = data / "json_2.1.1" / "valid_seen"
+    for path in sorted(str(path) for path in folder.rglob(alfworld_engine.GAME_FILE)):
+        by_type[alfworld_engine.task_type(path)].append(path)
+    found = [path for paths in itertools.zip_longest(*by_type.values()) for path in paths if path]
+    if len(found) < n:
+        sys.exit(f"{len(found)} games below {folder}; {n} are needed")
+    return found[:n]
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def alfworld_compared(path: str, cache: str, n_steps: int = 15) -> dict[str, float]:
+    """One game in both engines, the same commands: CPU-milliseconds of one reset, of one step, of opening."""
+    import textworld
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredInfos
+
+    first_contact = cpu_seconds(lambda: alfworld_engine.Game(path, cache).reset())
+    game, rng, commands = alfworld_engine.Game(path, cache), random.Random(0), []
+    state = game.reset()
+    for _ in range(n_steps):
+        commands.append(rng.choice(state.admissible))
+        state = game.step(commands[-1])
+    infos = textworld.EnvInfos(won=True, admissible_commands=True)
+    stock = textworld.start(path, infos, wrappers=[AlfredDemangler(), AlfredInfos])
+    stock.reset()
+    stock_reset = cpu_seconds(stock.reset)
+    stock_steps = cpu_seconds(lambda: [stock.step(command) for command in commands])
+    alfworld_engine.forget()  # so that our steps, too, meet each state for the first time
+    opening = cpu_seconds(lambda: alfworld_engine.Game(path, cache).reset())
+    game = alfworld_engine.Game(path, cache)
+    reset = cpu_seconds(lambda: [game.reset() for _ in range(1000)]) / 1000
+    first_steps = cpu_seconds(lambda: [game.step(command) for command in commands])
+    game.reset()
+    known_steps = cpu_seconds(lambda: [game.step(command) for command in commands])
+    seconds = {
+        **{
+            "stock reset": stock_reset,
+            "our reset": reset,
+            "opening": opening,
+            "first contact": first_contact,
+        },
+        **{"stock step": stock_steps / n_steps, "our step": first_steps / n_steps},
+        "known step": known_steps / n_steps,
+    }
+    return {name: 1000 * value for name, value in seconds.items()}
+
+
+def resident() -> float:
+    """This process's memory in MB."""
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1000
+
+
+def alfworld_episodes(paths: list[str], cache: str, episodes: int, steps: int) -> list[float]:
+    """A new Game for each episode, the games in turn; the memory after each quarter of them."""
+    rng, sizes = random.Random(0), []
+    for episode in range(episodes):
+        game = alfworld_engine.Game(paths[episode % len(paths)], cache)
+        state = game.reset()
+        for _ in range(steps):
+            state = game.step(rng.choice(state.admissible))
+        if (episode + 1) % (episodes // 4) == 0:
+            sizes.append(resident())
+    return sizes
+
+
+def alfworld_together(paths: list[str], cache: str, steps: int) -> float:
+    """The memory of a process that has all these games open, each played so far."""
+    rng, games = random.Random(0), [alfworld_engine.Game(path, cache) for path in paths]
+    for game in games:
+        state = game.reset()
+        for _ in range(steps):
+            state = game.step(rng.choice(state.admissible))
+    return resident()
+
+
+def apart(function: Callable, *arguments):
+    """The function's result, worked out in a fresh process, so its memory is its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def bench_alfworld(args: argparse.Namespace) -> int:
+    """The engine beside the stock one, six games of different types; then 128 games in memory.
+
+    "reset" is the repeated reset of an open game, in both engines; "opening" makes a Game from the cache on
+    disk and resets it; the first contact also translates the game.
+    """
+    if args.alfworld_data is None:
+        sys.exit("--alfworld_data (or $ALFWORLD_DATA): the folder that holds json_2.1.1")
+    paths = alfworld_games(args.alfworld_data, 128)
+    with tempfile.TemporaryDirectory() as cache:
+        apart(alfworld_episodes, paths[6:], cache, 128, 0)  # translates them
+        rows = apart(alfworld_rows, paths[:6], cache)
+        together = apart(alfworld_together, paths, cache, 50)
+        sizes = apart(alfworld_episodes, paths, cache, 2000, 10)
+        files = [file.stat().st_size for file in Path(cache).iterdir()]
+    print("CPU-milliseconds:")
+    for path, row in zip(paths, rows, strict=False):
+        times = ", ".join(f"{name} {value:.3f}" for name, value in row.items())
+        print(f"  {alfworld_engine.task_type(path):29}  {times}")
+    print(f"cache on disk: {sum(files) / len(files) / 1000:.0f} kB a game")
+    print(f"memory after 500, 1,000, 1,500 and 2,000 episodes of 128 games: {sizes} MB")
+
+    def ratio(stock: str, ours: str) -> float:
+        return statistics.median(row[stock] / row[ours] for row in rows)
+
+    return conclude(
+        [
+            Goal("reset: stock / ours", ratio("stock reset", "our reset"), "x", 30, True),
+            Goal("reset: stock / ours with opening the game", ratio("stock reset", "opening"), "x", 30, True),
+            Goal(
+                "step: stock / ours, states not seen before", ratio("stock step", "our step"), "x", 15, True
+            ),
+            Goal("128 games open in one process", together, "MB", 1200, False),
+            Goal("growth from episode 500 to 2,000", sizes[-1] - sizes[0], "MB", 30, False),
+        ]
+    )
+
+
+def alfworld_rows(paths: list[str], cache: str) -> list[dict[str, float]]:
+    alfworld_compared(paths[0], cache, 1)  # imports the libraries
+    alfworld_engine.clear_cache(cache)
+    return [alfworld_compared(path, cache) for path in paths]
 
 
 # --- WebShop: times and memory ------------------------------------------------------------------------------
@@ -144,6 +281,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     shop.add_argument("--products", type=int, default=0, help="generate that many products and load those")
     shop.set_defaults(run=bench_webshop)
+    alfworld = commands.add_parser("alfworld", help="the engine beside the stock one")
+    alfworld.add_argument(
+        "--alfworld_data", type=Path, default=os.environ.get("ALFWORLD_DATA"), help="holds json_2.1.1"
+    )
+    alfworld.set_defaults(run=bench_alfworld)
     args = parser.parse_args(argv)
     return args.run(args)
 

@@ -1,4 +1,4 @@
-"""The ALFWorld engine: what the stock engine recorded, isolation, the cache, and what a dropped game leaves."""
+"""The ALFWorld engine: the stock engine's answers, isolation, the cache, what a dropped game leaves."""
 
 import importlib.metadata
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import alfworld_engine
-from alfworld_engine import Game, _expression, _Rows, _Table, clear_cache, task_type
+from alfworld_engine import Game, _expression, _Rows, _Table, clear_cache, forget, task_type
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
 LOOK = "look_at_obj_in_light-Bowl-None-DeskLamp-301"
@@ -66,7 +66,7 @@ def cache(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_in_memory():
-    alfworld_engine._tables.clear()
+    forget()
     alfworld_engine._warned.clear()
 
 
@@ -81,7 +81,7 @@ def replay(game: Game, trace: dict) -> None:
         assert (state.won, state.done) == (step["won"], step["done"]), step["command"]
 
 
-# --- Exactness -----------------------------------------------------------------------------------------------
+# --- Exactness ----------------------------------------------------------------------------------------------
 
 
 @needs_games
@@ -131,7 +131,7 @@ def test_what_is_not_admissible_changes_nothing(games, cache):
 @needs_games
 def test_what_is_forgotten_is_worked_out_again(games, cache, monkeypatch):
     def played(limit: int) -> list:
-        alfworld_engine._tables.clear()
+        forget()
         monkeypatch.setattr(alfworld_engine, "N_TRANSITIONS", limit)
         game, rng = Game(games[CLEAN], cache), random.Random(0)
         states = [game.reset()]
@@ -143,7 +143,7 @@ def test_what_is_forgotten_is_worked_out_again(games, cache, monkeypatch):
     assert played(5) == played(2000)
 
 
-# --- Isolation -----------------------------------------------------------------------------------------------
+# --- Isolation ----------------------------------------------------------------------------------------------
 
 
 @needs_games
@@ -184,13 +184,13 @@ def test_a_closed_game_and_one_not_begun_say_so(games, cache):
         game.reset()
 
 
-# --- The cache -----------------------------------------------------------------------------------------------
+# --- The cache ----------------------------------------------------------------------------------------------
 
 
 @needs_games
 def test_a_game_is_translated_once(games, tmp_path, monkeypatch):
     start = Game(games[CLEAN], tmp_path).reset()
-    alfworld_engine._tables.clear()
+    forget()
     monkeypatch.setattr(alfworld_engine, "_translate", None)  # a second translation would fail
     assert Game(games[CLEAN], tmp_path).reset() == start
     (file,) = tmp_path.iterdir()
@@ -205,7 +205,7 @@ def test_a_damaged_entry_is_noticed_and_made_again(games, tmp_path, damage):
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
-    alfworld_engine._tables.clear()
+    forget()
     with pytest.warns(UserWarning, match="damaged"):
         assert Game(games[CLEAN], tmp_path).reset() == start
     assert file.read_bytes() == whole
@@ -217,7 +217,7 @@ def test_an_entry_that_holds_something_else_is_made_again(games, tmp_path):
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     alfworld_engine._save(file, b'{"walkthrough": []}')
-    alfworld_engine._tables.clear()
+    forget()
     with pytest.warns(UserWarning, match="not a translated game"):
         assert Game(games[CLEAN], tmp_path).reset() == start
     assert file.read_bytes() == whole
@@ -229,7 +229,7 @@ def test_without_a_folder_to_write_in_games_are_played_and_one_warning_says_so(g
     folder = tmp_path / "file" / "cache"  # cannot be made, whoever runs this
     with pytest.warns(UserWarning, match="translated games cannot be") as caught:
         Game(games[CLEAN], folder).reset()
-        alfworld_engine._tables.clear()
+        forget()
         Game(games[CLEAN], folder).reset()
     assert len(caught) == 1
 
@@ -248,7 +248,7 @@ def test_the_entry_belongs_to_the_content(games, tmp_path):
 
 
 def warm(path: Path, folder: Path) -> str:
-    alfworld_engine._tables.clear()
+    forget()
     return Game(path, folder).reset().text
 
 
@@ -268,7 +268,7 @@ def test_the_folder_of_the_cache(monkeypatch):
     assert alfworld_engine.cache_folder() == Path("/elsewhere/alfworld")
 
 
-# --- Errors --------------------------------------------------------------------------------------------------
+# --- Errors -------------------------------------------------------------------------------------------------
 
 
 @needs_games
@@ -305,19 +305,18 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch):
 
 
 def test_the_task_type_is_the_last_one_that_the_path_names():
-    assert task_type(
-        "/pick_and_place/x/pick_heat_then_place_in_recep-Mug-None-Desk-21/trial/game.tw-pddl"
-    ) == ("pick_heat_then_place_in_recep")
+    path = "/pick_and_place/x/pick_heat_then_place_in_recep-Mug-None-Desk-21/trial/game.tw-pddl"
+    assert task_type(path) == "pick_heat_then_place_in_recep"
     assert task_type("pick_two_obj_and_place-Box-None-Sofa-1/game.tw-pddl") == "pick_two_obj_and_place"
     with pytest.raises(ValueError, match="/games/mine.tw-pddl: the path names none of the task types"):
         task_type("/games/mine.tw-pddl")
 
 
-# --- The parts, on a game made by hand: no package needed ------------------------------------------------------
+# --- The parts, on a game made by hand: no package needed ---------------------------------------------------
 
 
 def lamp() -> dict:
-    """A lamp to switch on and off. Atoms: 0 on, 1 touched, 2 won (derived: on, layer 0). Literal: 2 atom + true."""
+    """A lamp to push and pull. Atoms: 0 on, 1 pushed, 2 won (derived: on). A literal is 2 * atom + [true]."""
     on = ["on", [["l", "lamp"]], [["lamp"]]]
     off = ["not_on", [["l", "lamp"]], [["lamp"]]]
     name = ["each", ["value", ["of", "l", "name"]], None]
@@ -368,7 +367,7 @@ def test_expressions_of_a_game_file_are_never_run():
             _expression(code)
 
 
-# --- What is left behind ---------------------------------------------------------------------------------------
+# --- What is left behind ------------------------------------------------------------------------------------
 
 
 @needs_games
