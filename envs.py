@@ -6,8 +6,8 @@ model is data: a tag inside an observation means nothing here.
 
 Two prompt styles: "think" for real language models (verl-agent's conventions: reasoning in <think></think>,
 one action in <action></action>, the admissible actions listed) and "short" for the tiny model (the reply is
-the action). Two contexts: window (a fresh message each turn, the last turns in it as text) and full (a chat
-that only grows).
+the action; notes say what happened so far, and long pages are cut). Two contexts: window (a fresh message
+each turn, the last turns in it as text) and full (a chat that only grows).
 
 `Household`, `AlfWorld` and `WebShop` show their engines through a `View`; `make_env` makes them by name.
 """
@@ -39,7 +39,7 @@ class View:
     task_type: str  # a column of the result tables
     observation: str  # raw text: the anchor
     admissible: tuple[str, ...]
-    notes: str = ""  # what the environment says about the past; goes into prompts, never into the anchor
+    notes: str = ""  # what was seen and done so far, for the short style; never part of the anchor
     done: bool = False
     outcome: float = 0.0
     success: bool = False
@@ -130,8 +130,6 @@ def window_message(style: str, view: View, history: list[tuple[str, str]], turn:
         pairs = [f"[Observation: {observation}]\n[Action: {action}]" for observation, action in history]
         steps = "1 step" if turn == 1 else f"{turn} steps"
         parts.append(f"You have taken {steps} so far. The last {len(history)}:\n" + "\n".join(pairs))
-    if view.notes:
-        parts.append(f"Your notes: {view.notes}.")
     parts.append(f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}")
     parts.append(FORMAT)
     return "\n\n".join(parts)
@@ -335,10 +333,10 @@ def alfworld_vocabulary(games: tuple[Path, ...]) -> tuple[str, ...]:
 
 
 class WebShop:
-    """WebShop's 6,910 synthetic goals over 1,000 products, or whatever its files hold.
+    """WebShop's goals (6,910 synthetic ones over the 1,000 products), in the official split and order.
 
-    The official split, in one order for every worker. A panel's outcome is the score; in training it is that
-    of `reward`: 1 for a full score and else 0 ("success", as the paper's code base), or the score.
+    A panel's outcome is the score; in training it is what `reward` says: 1 for a full score and else 0
+    ("success", as in the paper's code base), or the score.
     """
 
     name = "webshop"
@@ -348,7 +346,7 @@ class WebShop:
     eval_splits = ("validation", "test")
 
     def __init__(self, data: str | None = None, goals: str = "synthetic", reward: str = "success"):
-        """`data`: the folder of the files; None: $WEBSHOP_DATA. Raises ValueError where something is missing."""
+        """`data`: the folder of the files; None: $WEBSHOP_DATA. Raises ValueError if something is missing."""
         self.shop, self.reward = webshop_of(data, goals), reward
 
     @property
@@ -396,12 +394,13 @@ class WebShop:
 
 @functools.lru_cache
 def webshop_of(data: str | None, goals: str) -> webshop.WebShop:
-    """The shop, loaded once a process. Raises ValueError where something is missing."""
+    """The shop, loaded once a process. Raises ValueError if something is missing."""
     data = data or os.environ.get("WEBSHOP_DATA")
     if not data:
+        files = ", ".join((*webshop.SETS["small"], webshop.COLORS))
         raise ValueError(
-            "where are WebShop's files? give their folder with --webshop_data, or in $WEBSHOP_DATA: "
-            f"{', '.join(webshop.SETS['small'])}, {webshop.COLORS}, {webshop.TITLE_NOUNS}, from {webshop.SOURCE}"
+            f"where are WebShop's files? give the folder of {files} with --webshop_data, or in "
+            f"$WEBSHOP_DATA; they come from {webshop.SOURCE}"
         )
     try:
         shop = webshop.WebShop(data, goals=goals)
@@ -410,23 +409,19 @@ def webshop_of(data: str | None, goals: str) -> webshop.WebShop:
     first = WebShop.ranges["train"][0]
     if len(shop.goals) <= first:
         raise ValueError(
-            f"{data} has {len(shop.goals)} {goals} goals; training begins at {first}, after those of test and "
-            "validation: give the full product set, or the other kind of goals"
+            f"{data} has {len(shop.goals)} {goals} goals; training begins at {first}, after those of test "
+            "and validation: give the full product set, or the other kind of goals"
         )
     return shop
 
 
 @functools.lru_cache
 def webshop_corpus(shop: webshop.WebShop) -> Corpus:
-    """The texts that the tiny model's tokenizer is trained on: training goals, titles, options, actions."""
+    """For the tiny model's tokenizer: training goals, titles, options, actions; ASINs are names."""
     first, products = WebShop.ranges["train"][0], shop.products.values()
     goals = {goal.instruction_text for goal in shop.goals[first : first + 20_000]}
-    options = {
-        f"{name}: {value}"
-        for product in products
-        for name in product.options
-        for value in product.options[name]
-    }
+    groups = [group for product in products for group in product.options.items()]
+    options = {f"{name}: {value}" for name, values in groups for value in values}
     buttons = ["back to search", "next >", "< prev", "description", "features", "reviews", "buy now"]
     actions = ["search[]", "page 1; item; search bar; ..."] + [f"click[{name}]" for name in buttons]
     texts = sorted(goals) + [product.title for product in products] + sorted(options) + actions * 100

@@ -1,7 +1,7 @@
 """A scripted customer of WebShop, for the demonstrations of a warm start, and pages in few words.
 
 `advice` is the rule agent: it searches the instruction, takes the first hit, clicks the options that the
-instruction spells out, and buys. It is not perfect: the first hit is often another product. `brief` shortens a
+instruction spells out, and buys. It is not perfect: the first hit may be another product. `brief` shortens a
 page for the tiny model, which reads only a few hundred tokens; a real language model gets the whole text.
 """
 
@@ -13,7 +13,7 @@ TITLE_WORDS, VALUES = 6, 6  # kept of a title, of an option
 
 
 def query(instruction: str) -> str:
-    """What to search for: the instruction without the price, which no document holds, and without the options."""
+    """What to search for: the instruction without the price, which no document holds."""
     return instruction.partition(", and price lower than")[0].removeprefix("Find me ").lower()
 
 

@@ -55,8 +55,6 @@ def test_the_think_prompt_of_a_window_literally():
         "[Observation: The safe 1 is closed.]\n"
         "[Action: go to bed 1]\n"
         "\n"
-        "Your notes: search safe 1; seen mug 1 in bed 1.\n"
-        "\n"
         "You are at step 3. You observe: You arrive at bed 1. On the bed 1, you see a mug 1.\n"
         "Admissible actions: 'go to desk 1', 'look', 'take mug 1 from bed 1'.\n"
         "\n"
@@ -88,7 +86,7 @@ def test_less_history_leaves_task_observation_and_admissible_actions():
     lengths = []
     for kept in (2, 1, 0):
         text = window_message("think", VIEW, HISTORY[2 - kept :], 2)
-        for part in (VIEW.task, VIEW.observation, VIEW.notes, *VIEW.admissible, FORMAT):
+        for part in (VIEW.task, VIEW.observation, *VIEW.admissible, FORMAT):
             assert part in text
         assert text.count("[Action:") == kept
         lengths.append(len(text))
