@@ -85,11 +85,9 @@ class Walkthrough:
     """
 
     def __init__(self, commands: list[str], places: list[str], rng: random.Random):
-        self.plan, self.spots, spot = (
-            [],
-            [],
-            "",
-        )  # a lamp is named without its place, so the way to it is kept
+        self.plan: list[str] = []
+        self.spots: list[str] = []  # where each is carried out: "use" names no place
+        spot = ""
         for command in commands:
             if command.startswith("go to "):
                 spot = command.removeprefix("go to ")
@@ -169,12 +167,12 @@ class Walkthrough:
         return None
 
     def _put_down(self, notes: Notebook, admissible: list[str]) -> str:
-        """Get rid of what is held by mistake, here if possible."""
-        for start in (f"move {notes.held} to ", f"open {notes.here}", "go to "):
-            for command in admissible:
-                if command.startswith(start):
-                    return command
-        return "look"
+        """Get rid of what is held by mistake: here, or at the next place that takes it."""
+        after = notes.places.index(notes.here) + 1 if notes.here in notes.places else 0
+        ways = [f"go to {place}" for place in notes.places[after:] + notes.places[:after]]
+        starts = (f"move {notes.held} to ", f"open {notes.here}", *ways)
+        commands = (command for start in starts for command in admissible if command.startswith(start))
+        return next(commands, "look")
 
     def _at(self, place: str, command: str, admissible: list[str]) -> str:
         """The command, or what must come before it: going there, opening."""
