@@ -53,10 +53,10 @@ class Args(rspo.Config):
     """Starting model: folder or hub id of a causal LM with a chat template, or tiny: made here, offline."""
     style: Literal["think", "short"] | None = None
     """Prompts: think (reasoning, admissible actions listed) or short (a bare action). tiny: short."""
-    tiny_width: int = 64
-    """Width of the tiny model."""
-    tiny_layers: int = 2
-    """Its layers."""
+    tiny_width: int | None = None
+    """Width of the tiny model. household, alfworld: 64; webshop: 96."""
+    tiny_layers: int | None = None
+    """Its layers. household, alfworld: 2; webshop: 3."""
     tiny_heads: int = 4
     """Its attention heads."""
     lora_rank: int | None = None
@@ -111,16 +111,17 @@ class Args(rspo.Config):
     # warm start
     warm_start: int | None = None
     """Supervised updates on demonstrations; 0: none. tiny, which cannot act yet: 450 (full: 1200), else 0."""
-    warm_start_episodes: int = 2000
-    """Demonstrations: training games by an expert that searches, hesitates and errs."""
-    expert_share: float = 0.5
-    """Share of the demonstrated turns that are the expert's own."""
-    hesitation_share: float = 0.45
-    """Share of them in which it just looks around once more; in the rest it errs: any admissible action."""
-    warm_start_turns: int = 128
-    """Demonstrated turns per supervised update."""
-    warm_start_lr: float = 4e-3
-    """Peak learning rate of the warm start."""
+    warm_start_episodes: int | None = None
+    """Demonstrations: training games by an expert that searches, hesitates and errs. See flags.TINY."""
+    expert_share: float | None = None
+    """Share of the demonstrated turns that are the expert's own. household: 0.5."""
+    hesitation_share: float | None = None
+    """Share of them in which it does something useless; in the rest it errs: any admissible action.
+    household: 0.45."""
+    warm_start_turns: int | None = None
+    """Demonstrated turns per supervised update. household: 128."""
+    warm_start_lr: float | None = None
+    """Peak learning rate of the warm start. household: 4e-3."""
 
     # step reward model
     reward_model: str | None = None
@@ -129,8 +130,8 @@ class Args(rspo.Config):
     """Folder or hub id of the model it is made of. Default: the starting model."""
     reward_model_source: Literal["expert", "policy"] | None = None
     """Who plays the episodes it is fitted on. Default: the noisy expert if there is one, else the policy."""
-    reward_model_episodes: int = 2000
-    """Episodes it is fitted on; a tenth of them is held out for the report on its fit."""
+    reward_model_episodes: int | None = None
+    """Episodes it is fitted on; a tenth of them is held out for the report on its fit. household: 2000."""
     reward_model_epochs: int = 2
     """Passes over these episodes."""
     reward_model_lr: float | None = None
@@ -176,10 +177,8 @@ class Args(rspo.Config):
                 why = "is empty; give a value or leave the flag out"
             if why:
                 refuse(self, name, why)
-        if self.expert_share + self.hesitation_share > 1:
-            refuse(
-                self, "hesitation_share", f"and --expert_share {self.expert_share} must not exceed 1 together"
-            )
+        if (self.expert_share or 0) + (self.hesitation_share or 0) > 1:
+            refuse(self, "hesitation_share", f"and --expert_share {self.expert_share} exceed 1 together")
         try:
             super().__post_init__()
         except ValueError as error:
@@ -195,6 +194,23 @@ BOUNDS = {  # of the numbers that may be 0, and of those for which "above 0" doe
     ),
     **dict.fromkeys(("expert_share", "hesitation_share"), (0, 1)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 0.9999)),
+}
+TINY = {  # the tiny model: what it needs to start competent but poor, by environment
+    "household": {
+        **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
+        **{"warm_start": 450, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2000},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "reward_model_episodes": 2000},
+    },
+    "alfworld": {
+        **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
+        **{"warm_start": 900, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 1000},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "reward_model_episodes": 1000},
+    },
+    "webshop": {
+        **{"tiny_width": 96, "tiny_layers": 3, "history": 0, "max_prompt_tokens": 320, "max_new_tokens": 64},
+        **{"warm_start": 900, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 3000},
+        **{"expert_share": 0.75, "hesitation_share": 0.22, "reward_model_episodes": 2000},
+    },
 }
 OF_THE_CALL = ("preset", "out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
 OF_THE_MACHINE = ("threads", "device", "parallel_episodes", "env_workers", "alfworld_data", "webshop_data")
@@ -237,7 +253,9 @@ def resolve(args: Args, env: Env) -> Args:
     """Give every value that was left None, by model and environment. The only place of these defaults."""
     tiny, full = args.model == "tiny", args.context == "full"
     rank = args.lora_rank if args.lora_rank is not None else 0 if tiny else 64
+    of_tiny = TINY.get(args.env, TINY["household"])
     defaults = {
+        **of_tiny,
         "style": "short" if tiny else "think",
         "lora_rank": rank,
         "lora_alpha": float(rank or 64),
@@ -247,10 +265,14 @@ def resolve(args: Args, env: Env) -> Args:
         "dtype": "float32" if tiny else "bfloat16",
         "max_turns": env.step_limit,
         "eval_splits": env.eval_splits[:1],
-        "max_prompt_tokens": (1024 if full else 256) if tiny else (8192 if full else 2048),
-        "max_new_tokens": 16 if tiny else 512,
-        "history": 1 if tiny else 2,
-        "warm_start": (1200 if full else 450) if tiny else 0,
+        "max_prompt_tokens": of_tiny["max_prompt_tokens"] * (4 if full else 1)
+        if tiny
+        else 8192
+        if full
+        else 2048,
+        "max_new_tokens": of_tiny["max_new_tokens"] if tiny else 512,
+        "history": of_tiny["history"] if tiny else 2,
+        "warm_start": of_tiny["warm_start"] * (8 if full else 3) // 3 if tiny else 0,
         "reward_model_source": "expert" if has_expert(env) else "policy",
         "threads": 1 if tiny else os.cpu_count() or 1,
         "reward_model_lr": 1e-3 if tiny else 1e-5,

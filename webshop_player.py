@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from webshop import PAGE_SIZE, Page, Product
 
-TITLE_WORDS, VALUES = 6, 6  # kept of a title, of an option
+TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # kept of a page of results, of a title, of an option
 
 
 def query(instruction: str) -> str:
@@ -53,15 +53,15 @@ def brief(page: Page) -> str:
     """The page in few words: titles and lists of values are cut ("..." says so), buttons left out."""
     if page.kind == "search_results":
         hits = page.hits[(page.number - 1) * PAGE_SIZE : page.number * PAGE_SIZE]
-        lines = [f"{hit.asin} {_cut(hit.title.split(), TITLE_WORDS)} {hit.price_tag}" for hit in hits]
-        return f"page {page.number}; " + "; ".join(lines)
+        lines = [f"{hit.asin} {_cut(hit.title.split(), TITLE_WORDS)} {hit.price_tag};" for hit in hits]
+        return f"page {page.number}; {_cut(lines, TITLES)}"
     if page.kind == "item_page":
         product = page.product
         options = [
             f"{name}: {_cut([f'{value},' for value in values], VALUES)}"
             for name, values in product.options.items()
         ]
-        return "; ".join(["item", *options, _cut(product.title.split(), 2 * TITLE_WORDS), product.price_tag])
+        return "; ".join(["item", *options, _cut(product.title.split(), TITLE_WORDS), product.price_tag])
     return page.sub_page or "search bar"
 
 
