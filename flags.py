@@ -113,6 +113,8 @@ class Args(rspo.Config):
     """Supervised updates on demonstrations; 0: none. tiny, which cannot act yet: 450 (full: 1200), else 0."""
     warm_start_episodes: int | None = None
     """Demonstrations: training games by an expert that searches, hesitates and errs. See flags.TINY."""
+    warm_start_games: int | None = None
+    """They play the first so many games of the task stream. Default: any; alfworld (new ones cost): 600."""
     expert_share: float | None = None
     """Share of the demonstrated turns that are the expert's own. household: 0.5."""
     hesitation_share: float | None = None
@@ -203,8 +205,9 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
     },
     "alfworld": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
-        **{"warm_start": 900, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 1000},
-        **{"expert_share": 0.5, "hesitation_share": 0.45, "reward_model_episodes": 1000},
+        **{"warm_start": 900, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2500},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "reward_model_episodes": 2000},
+        "warm_start_games": 600,
     },
     "webshop": {
         **{"tiny_width": 96, "tiny_layers": 3, "history": 0, "max_prompt_tokens": 320, "max_new_tokens": 64},

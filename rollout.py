@@ -228,13 +228,15 @@ class World:
             policy, temperature, [(split, index, f"{split} {index}") for index in range(games)]
         )
 
-    def demonstrations(self, episodes: int, expert_share: float, hesitation_share: float):
-        """Training games of an expert that searches, hesitates and errs, for a warm start: list of episodes.
+    def demonstrations(
+        self, episodes: int, expert_share: float, hesitation_share: float, games: int | None = None
+    ) -> list[Trajectory]:
+        """Training games of an expert that searches, hesitates and errs, for a warm start.
 
         Each turn is the searching expert's with probability `expert_share` (it knows nothing hidden), a look
         around with `hesitation_share`, else a random admissible action; a template to be filled in ("<" tells
-        it) is none. Games are drawn independently of the task stream, and demonstration i is the same however
-        many are asked for.
+        it) is none. Games are drawn independently of the task stream, or from its first `games` where new
+        ones are costly; demonstration i is the same however many are asked for.
         """
 
         def actions(live: list[Episode]) -> Iterator[str | None]:
@@ -270,7 +272,10 @@ class World:
             raise ValueError(f"{self.name} has no expert to show how it is played")
         size = self.pool.env.size("train")
         rng = random.Random(f"{self.seed} demonstration games")
-        specs = [("train", rng.randrange(size), f"demonstration {i}") for i in range(episodes)]
+        drawn = (
+            rng.randrange(size) if games is None else self.game(rng.randrange(games)) for _ in range(episodes)
+        )
+        specs = [("train", game, f"demonstration {i}") for i, game in enumerate(drawn)]
         return self._play(answer, specs)
 
     def game(self, position: int) -> int:

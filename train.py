@@ -411,7 +411,7 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
 
     @functools.cache  # the step reward model may be fitted on those of the warm start
     def demonstrated(episodes: int) -> list[Trajectory]:
-        return world.demonstrations(episodes, args.expert_share, args.hesitation_share)
+        return world.demonstrations(episodes, args.expert_share, args.hesitation_share, args.warm_start_games)
 
     base = warm_started(args, folder, base, demonstrated)
     policy = make_policy(args, base)
