@@ -149,13 +149,18 @@ def next_message(style: str, view: View, turn: int) -> str:
     return f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}"
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def parse_action(style: str, reply: str) -> tuple[str, bool]:
     """(action, valid): the action lower-cased, its whitespace normalised; ("", False) for all else.
 
     "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
     unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
-    the whole reply. No action holds an angle bracket. The reasoning may be in any language, and the action
-    need not be admissible: that is the environment's to answer.
+    the whole reply. No action holds the beginning of a tag, a "<" with no blank after it; "click[< prev]" is
+    one. The reasoning may be in any language, and the action need not be admissible: that is the
+    environment's to answer.
     """
     text = reply.lower()
     if style != "short":
@@ -166,8 +171,8 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
         still_thinking = before.rfind("<think>") > before.rfind("</think>") or "think>" in after
         if not closed or still_thinking:
             return "", False
-    action = " ".join(text.split())
-    if not action or "<" in action or ">" in action:
+    action = _one_line(text)
+    if not action or re.search(r"<\S", action):
         return "", False
     return action, True
 
@@ -262,8 +267,8 @@ class AlfWorld:
             state = self._game.reset()
         except (ValueError, OSError) as error:
             raise EnvironmentCrashed(str(error)) from error
-        _, observation, task = state.text.strip().split("\n\n")
-        self._task = task.removeprefix("Your task is to: ").removesuffix(".")
+        opening, _, task = state.text.strip().rpartition("\n\nYour task is to: ")
+        observation, self._task = opening.rpartition("\n\n")[2], task.removesuffix(".")
         self._notes = Notebook(self._task, state.admissible)
         self._walkthrough = Walkthrough(
             self._game.walkthrough, self._notes.places, random.Random(f"detours {path.parent.name}")
@@ -363,7 +368,9 @@ class WebShop:
         return self._show(self._session.reset())
 
     def step(self, action: str) -> View:
-        return self._show(self._session.step(action))
+        """A name with a run of blanks in it is clicked with one blank: replies come with such alone."""
+        named = {_one_line(f"click[{name}]"): f"click[{name}]" for name in self._session.page.clickables}
+        return self._show(self._session.step(named.get(action, action)))
 
     def searching_expert(self) -> str:
         return webshop_player.advice(self._session.page)
@@ -376,13 +383,13 @@ class WebShop:
         """What is shown is the page after the instruction; the last page, which tells the reward, is not."""
         success = turn.reward == 1.0
         page, actions = turn.page, turn.available_actions
-        commands = [f"click[{name}]" for name in actions["clickables"] if name != "search"]
+        commands = [_one_line(f"click[{name}]") for name in actions["clickables"] if name != "search"]
         if actions["has_search_bar"]:
             commands.insert(0, "search[<your query>]")
         return View(
             task=page.instruction,
             task_type=self._sought,
-            observation="" if turn.done else turn.text.partition(f"{page.instruction} [SEP] ")[2],
+            observation="" if turn.done else turn.text.partition(f"{page.instruction.strip()} [SEP] ")[2],
             admissible=() if turn.done else tuple(commands),
             notes="; ".join(f"{name} {value}" for name, value in page.options.items()),
             done=turn.done,
