@@ -1,0 +1,61 @@
+"""What several test files share: ALFWorld's games, unpacked once a session where they are at hand."""
+
+import importlib.metadata
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import alfworld_engine
+
+ALFWORLD = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
+FEW = {  # one of each type, the quickest to translate; and which of the three splits hold it
+    "pick_and_place_simple-CreditCard-None-ArmChair-202": ("train", "valid_seen", "valid_unseen"),
+    "look_at_obj_in_light-Bowl-None-DeskLamp-316": ("train", "valid_seen"),
+    "pick_clean_then_place_in_recep-SoapBar-None-GarbageCan-416": ("train",),
+    "pick_heat_then_place_in_recep-Mug-None-SideTable-21": ("train",),
+    "pick_cool_then_place_in_recep-Pot-None-DiningTable-21": ("train",),
+    "pick_two_obj_and_place-SoapBar-None-GarbageCan-424": ("train",),
+}
+
+
+def unpack(folder: Path, splits_of: dict[str, tuple[str, ...]] | None = None) -> Path:
+    """Of games.tar.xz those games, or all, below folder/json_2.1.1; skips the test where that cannot be."""
+    for package in alfworld_engine.PACKAGES:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"the package {package} is not installed: pip install -r requirements/alfworld.txt")
+    if not ALFWORLD.is_dir():
+        pytest.skip(f"there are no ALFWorld games in {ALFWORLD}")
+    with tarfile.open(ALFWORLD / "games.tar.xz") as packed:
+        for member in packed:
+            *_, task, trial, file = ("", "", *Path(member.name).parts)
+            if file != "game.tw-pddl" or splits_of and task not in splits_of:
+                continue
+            content = packed.extractfile(member).read()
+            for split in splits_of[task] if splits_of else ("train", "valid_seen", "valid_unseen"):
+                path = folder / "json_2.1.1" / split / task / trial / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _few_games(tmp_path_factory) -> tuple[Path, Path]:
+    return unpack(tmp_path_factory.mktemp("alfworld"), FEW), tmp_path_factory.mktemp("translated")
+
+
+@pytest.fixture
+def few_games(_few_games, monkeypatch) -> str:
+    """The folder of a few games, for `AlfWorld`; what is translated is kept for the session, not longer."""
+    folder, translated = _few_games
+    monkeypatch.setenv("RSPO_CACHE", str(translated))
+    return str(folder)
+
+
+@pytest.fixture
+def sixty_games(tmp_path, monkeypatch) -> str:
+    """The same of sixty games, ten of each type, in every split."""
+    monkeypatch.setenv("RSPO_CACHE", str(tmp_path / "translated"))
+    return str(unpack(tmp_path / "alfworld"))
