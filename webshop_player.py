@@ -7,14 +7,19 @@ page for the tiny model, which reads only a few hundred tokens; a real language 
 
 from __future__ import annotations
 
+import re
+
 from webshop import PAGE_SIZE, Page, Product
 
+SMALL_WORDS = {"with", "for", "and", "in", "of", "&"}
 TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # kept of a page of results, of a title, of an option
 
 
 def query(instruction: str) -> str:
-    """What to search for: the instruction without the price, which no document holds."""
-    return instruction.partition(", and price lower than")[0].removeprefix("Find me ").lower()
+    """What to search for: the words of the instruction that tell products apart, so not the price either."""
+    wish = instruction.partition(", and price lower than")[0].removeprefix("Find me ").lower()
+    words = re.sub(r"(?: with|, and) [a-z][a-z &/.]*: ", " ", wish).replace(",", " ").split()
+    return " ".join(word for word in words if word not in SMALL_WORDS)
 
 
 def wanted(product: Product, instruction: str) -> dict[str, str]:
