@@ -22,7 +22,7 @@ import torch
 
 import checkpoint
 import rspo
-from envs import Env, make_env
+from envs import Env, env_class, make_env
 
 
 class UsageError(Exception):
@@ -285,7 +285,7 @@ def resolve(args: Args, env: Env) -> Args:
 def unresolved(args: Args) -> Args:
     """Undo `resolve`, so that another --model or --env beside --config takes its own defaults."""
     blank = dataclasses.replace(args, **dict.fromkeys(AUTO))
-    defaults = resolve(blank, environment(args))
+    defaults = resolve(blank, env_class(args.env))  # its data need not be here
     same = [name for name in AUTO if getattr(args, name) == getattr(defaults, name)]
     return dataclasses.replace(args, **dict.fromkeys(same))
 
@@ -302,7 +302,9 @@ def env_maker(args: Args) -> Callable[[], Env]:
 def environment(args: Args) -> Env:
     try:
         return env_maker(args)()
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        raise UsageError(f"--env {args.env}: {error}") from None
+    except ValueError as error:
         name = f"{args.env}_data" if getattr(args, f"{args.env}_data", None) else "env"
         raise UsageError(f"--{name} {getattr(args, name)}: {error}") from None
 
@@ -400,6 +402,7 @@ def load_config(path: Path, flag: str) -> Args:
                 raise UsageError(
                     f"--{flag} {path}: its {name} cannot be {value!r}; see --help for what it can"
                 )
+        env_class(values.get("env", Args.env))
         return Args(**values)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"--{flag} {path}: is no config.json of a run ({error}); give another") from None
