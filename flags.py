@@ -64,7 +64,7 @@ class Args(rspo.Config):
     lora_alpha: float | None = None
     """The adapters' scale is lora_alpha / lora_rank. Default: lora_rank."""
     learning_rate: float | None = None
-    """AdamW, constant. tiny: 4e-4, LoRA: 3e-6, full weights: 1e-6."""
+    """AdamW, constant. tiny: 4e-4 (alfworld: 2e-4, webshop: 1e-4), LoRA: 3e-6, full weights: 1e-6."""
     critic_learning_rate: float | None = None
     """PPO's critics. tiny: 1e-3, else 1e-5."""
     weight_decay: float = 0.01
@@ -201,20 +201,20 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
     "household": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
         **{"warm_start": 450, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2000},
-        **{"expert_share": 0.5, "hesitation_share": 0.45},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "learning_rate": 4e-4},
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
     "alfworld": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
-        **{"warm_start": 900, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2500},
-        **{"expert_share": 0.5, "hesitation_share": 0.45, "warm_start_games": 600},
+        **{"warm_start": 1500, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 5000},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "warm_start_games": 600, "learning_rate": 2e-4},
         # that expert nearly always wins, and a reward model needs both
         **{"reward_model_source": "policy", "reward_model_episodes": 1000},
     },
     "webshop": {
         **{"tiny_width": 96, "tiny_layers": 3, "history": 0, "max_prompt_tokens": 320, "max_new_tokens": 64},
-        **{"warm_start": 1000, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 8000},
-        **{"expert_share": 0.75, "hesitation_share": 0.22},
+        **{"warm_start": 1800, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 12000},
+        **{"expert_share": 0.75, "hesitation_share": 0.22, "learning_rate": 1e-4},
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
 }
@@ -265,7 +265,7 @@ def resolve(args: Args, env: Env) -> Args:
         "style": "short" if tiny else "think",
         "lora_rank": rank,
         "lora_alpha": float(rank or 64),
-        "learning_rate": 4e-4 if tiny else 3e-6 if rank else 1e-6,
+        "learning_rate": of_tiny["learning_rate"] if tiny else 3e-6 if rank else 1e-6,
         "critic_learning_rate": 1e-3 if tiny else 1e-5,
         "adam_beta2": 0.99 if tiny else 0.999,
         "dtype": "float32" if tiny else "bfloat16",
