@@ -213,7 +213,7 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
     },
     "webshop": {
         **{"tiny_width": 96, "tiny_layers": 3, "history": 0, "max_prompt_tokens": 320, "max_new_tokens": 64},
-        **{"warm_start": 1800, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 12000},
+        **{"warm_start": 1000, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 8000},
         **{"expert_share": 0.75, "hesitation_share": 0.22, "learning_rate": 1e-4},
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
