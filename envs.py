@@ -88,7 +88,8 @@ class Env(Protocol):
 # Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
 # first, cut by the caller, who cuts more if a prompt is too long; task, observation, admissible actions stay.
 
-SCENES = {"household": "a household that is described to you in text"}
+HOME = "a household that is described to you in text"
+SCENES = {"household": HOME, "alfworld": HOME, "webshop": "an online shop that is described to you in text"}
 
 
 def reply_text(style: str, action: str) -> str:
