@@ -4,7 +4,7 @@
 commands alone, so it goes into prompts: the tiny model sees one past turn and would otherwise not know where
 it has searched. `Walkthrough` plays a game's stored solution the way someone would who has to search: with
 detours to places that hold nothing, and with repairs after a mistake. It knows what is hidden and is asked
-for demonstrations alone. ENVIRONMENTS.md's wordings are those of alfworld 0.4.
+for demonstrations alone. The wordings are those of alfworld 0.4.
 """
 
 from __future__ import annotations

@@ -243,6 +243,8 @@ def webshop_times(shop: webshop.WebShop, episodes: int) -> dict[str, list[float]
 
 
 def bench_webshop(args: argparse.Namespace) -> int:
+    if args.webshop_data is None:
+        sys.exit("--webshop_data (or $WEBSHOP_DATA): the folder of WebShop's files")
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(args.webshop_data)
         if args.products:
@@ -279,9 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     shop = commands.add_parser("webshop", help="times and memory of the shop")
-    shop.add_argument(
-        "--webshop_data", default=os.environ.get("WEBSHOP_DATA", "."), help="folder of the files"
-    )
+    shop.add_argument("--webshop_data", default=os.environ.get("WEBSHOP_DATA"), help="folder of the files")
     shop.add_argument("--products", type=int, default=0, help="generate that many products and load those")
     shop.set_defaults(run=bench_webshop)
     alfworld = commands.add_parser("alfworld", help="the engine beside the stock one")

@@ -308,7 +308,8 @@ def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
     if not games:
         raise ValueError(
             f"no ALFWorld games in {folder / split}; fetch them with `alfworld-download` (of the package "
-            "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1"
+            "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1 with "
+            "--alfworld_data, or in $ALFWORLD_DATA"
         )
     return tuple(path for path in games if _solvable(path))
 

@@ -44,7 +44,7 @@ class Args(rspo.Config):
     webshop_data: str | None = None
     """Folder of WebShop's files. Default: $WEBSHOP_DATA."""
     webshop_goals: Literal["synthetic", "human"] = "synthetic"
-    """Instructions made from attributes, or those that people wrote."""
+    """Instructions made from attributes, or those that people wrote (for these, the full product set)."""
     webshop_reward: Literal["success", "score"] = "success"
     """Outcome reward in training: 1 for a full score and else 0, or the score itself."""
     env_workers: int = 0
