@@ -80,9 +80,16 @@ def prompts_seen(monkeypatch) -> list[str]:
     import rollout
 
     said = []
+
+    def spied(make):
+        def message(*given, **named):
+            said.append(make(*given, **named))
+            return said[-1]
+
+        return message
+
     for name in ("window_message", "first_message"):
-        make = getattr(rollout, name)
-        monkeypatch.setattr(rollout, name, lambda *given, make=make: said.append(make(*given)) or said[-1])
+        monkeypatch.setattr(rollout, name, spied(getattr(rollout, name)))
     return said
 
 
