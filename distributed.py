@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -27,6 +28,7 @@ from torch import distributed as dist
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 TO_START = datetime.timedelta(minutes=5)  # for all ranks to find each other
 TO_ANSWER = datetime.timedelta(days=2)  # rank 0 may fit a model meanwhile; one that ends is noticed at once
+TO_PRINT = datetime.timedelta(seconds=10)
 BUCKET = 2**26  # elements of gradients that are sent together: 256 MB in fp32
 
 _store = None  # where the ranks met
@@ -101,14 +103,18 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or world_size()) if world_size() > 1 else 1
 
 
-def first_to_report() -> bool:
-    """Whether this is the first rank to ask, which is then to report an error that others may see too."""
-    if world_size() == 1:
-        return True
+def report_once(text: str) -> None:
+    """Print an error that other ranks may have seen too: the first to get here does, the others wait for it,
+    since torchrun ends all of them as soon as one has ended."""
     try:
-        return _store.add("reported", 1) == 1
+        first = world_size() == 1 or _store.add("reported", 1) == 1
     except RuntimeError:  # the rank that kept the store has ended
-        return True
+        first = True
+    if first:
+        print(text, file=sys.stderr, flush=True)
+    if world_size() > 1:
+        with contextlib.suppress(RuntimeError):
+            _store.set("printed", "") if first else _store.wait(["printed"], TO_PRINT)
 
 
 # --- exchange -----------------------------------------------------------------------------------------------
