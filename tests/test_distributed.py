@@ -1,9 +1,10 @@
-"""Ranks that work as one: what one process computes, two and three compute too. Each rank is a real process."""
+"""Ranks that work as one: what one process computes, two and three compute too. Ranks are real processes."""
 
 import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from toy import CountingScorer, ToyPolicy, toy_world
 
 import distributed
 import rspo
-from buffer import Group, Step, StopReason, Trajectory
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from distributed import RankLost, check_alike, gather, of_rank_0, rank, shares, sum_gradients, together
 from rspo import Config
 
@@ -39,18 +40,26 @@ def config_of(algo, **options):
 # --- what the ranks do: functions of recorded episodes that return plain data -------------------------------
 
 
+def agent(learning_rate=0.01):
+    """Wins some of its games, and is away from the reference."""
+    policy = ToyPolicy(learning_rate=learning_rate)
+    policy.logits.data[3, 5] += 1.2
+    return policy
+
+
 def recorded():
     """By algorithm (groups just played, replayed successes), of one process."""
     made = {}
     for algo in ("grpo", "gigpo", "ppo"):
-        config, policy = config_of(algo), ToyPolicy()
+        config, policy = config_of(algo), agent()
         bold = policy.fork("explorer")
-        bold.logits.data[3, 5] += 1.0
+        bold.logits.data[3, 5] += 0.5
         world = toy_world(config.episodes_per_task, seed=5)
         stored = rspo.with_behavior_logprobs(bold, world.collect(bold, config.buffer_groups), config)
-        members = [member for group in stored for member in group.trajectories if member.success]
+        replay = ReplayBuffer()
+        replay.add(stored)
         groups = toy_world(config.episodes_per_task).collect(policy, config.on_policy_tasks)
-        made[algo] = groups, members[:4]
+        made[algo] = groups, replay.sample(4)
     return made
 
 
@@ -65,12 +74,10 @@ def chat(turns, outcome):
 
 def one_gradient(config, on, off):
     """The gradients that reach the optimizers in an update of one step, and its metrics."""
-    policy, seen = ToyPolicy(), {}
-    for agent, tensor, name in (
-        (policy, policy.logits, "policy"),
-        (policy.critic, policy.critic.table, "critic"),
-    ):
-        agent.step = lambda norm, tensor=tensor, name=name: seen.update({name: tensor.grad.tolist()}) or 0.5
+    policy, seen = agent(), {}
+    trained = (policy, policy.logits, "policy"), (policy.critic, policy.critic.table, "critic")
+    for one, tensor, name in trained:
+        one.step = lambda norm, tensor=tensor, name=name: seen.update({name: tensor.grad.tolist()}) or 0.5
     metrics = rspo.update(policy, on, off, "outcome", config, random.Random(0))
     return seen, without_times(metrics)
 
@@ -88,7 +95,7 @@ def many_steps(episodes):
     done = {}
     for algo, (on, off) in episodes.items():
         config = config_of(algo, minibatch_turns=4, epochs=2, micro_batch_tokens=16, clip_eps=0.02)
-        policy = ToyPolicy(learning_rate=0.01)
+        policy = agent()
         metrics = rspo.update(policy, on, off, "outcome", config, random.Random(0))
         done[algo] = policy.logits.tolist(), policy.critic.table.tolist(), without_times(metrics)
     return done
@@ -117,7 +124,7 @@ def algorithm_1(episodes):
     """Two loops: B and A play, are scored, fill the buffer, replay and learn."""
     lines = []
     for algo in ("grpo", "ppo"):
-        policy, world = ToyPolicy(learning_rate=1e-3), toy_world(config_of(algo).episodes_per_task)
+        policy, world = agent(1e-3), toy_world(config_of(algo).episodes_per_task)
         rspo.train(policy, world, CountingScorer(), config_of(algo), lambda *line: lines.append(line))
         check_alike([policy.logits])
     return [(agent, without_times(metrics), step) for agent, metrics, step in lines]
@@ -180,7 +187,7 @@ SCENES = [gradients, many_steps, uneven, played, algorithm_1, dense_scores, exch
 
 
 def loss(folder):
-    """The last rank is killed while the others wait for it; both of these find out, and one of them says so."""
+    """The last rank is killed while the others wait for it; both of these notice, and one of them says so."""
     if rank() == distributed.world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
@@ -191,18 +198,25 @@ def loss(folder):
     return str(caught.value), time.monotonic() - started
 
 
-def be(number, environment, folder):
-    """A rank: its results, or how it failed, in a file."""
+def be(number, ports, folder):
+    """A process: one of two ranks, if it is the first or the second, then one of three. What it found, or how
+    it failed, is left in files."""
     torch.set_num_threads(1)
-    os.environ.update(environment)
-    try:
-        distributed.start()
-        episodes = (folder / "episodes").read_bytes()
-        results = {scene.__name__: scene(pickle.loads(episodes)) for scene in SCENES}
-        results["loss"] = loss(folder)
-    except Exception:
-        results = traceback.format_exc()
-    (folder / f"rank {number}").write_bytes(pickle.dumps(results))
+    for n, port in ports.items():
+        if number >= n:
+            continue
+        os.environ.update(environment_of(number, n, port))
+        try:
+            distributed.start()
+            episodes = (folder / "episodes").read_bytes()
+            results = {scene.__name__: scene(pickle.loads(episodes)) for scene in SCENES}
+            if n == 3:
+                results["loss"] = loss(folder)
+            else:
+                distributed.stop()
+        except Exception:
+            results = traceback.format_exc()
+        (folder / f"{n} {number}").write_bytes(pickle.dumps(results))
     if number == 0:
         time.sleep(1)  # it keeps the store, where the others look whether someone has spoken already
     os._exit(0)
@@ -229,28 +243,31 @@ def alone():
     distributed.BUCKET = distributed_bucket
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, alone, tmp_path_factory):
-    """Of each rank but the last, which is killed in the end, what it found."""
-    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
+@pytest.fixture(scope="module")
+def processes(alone, tmp_path_factory):
+    """The folder of what three processes found, as two ranks and as three, of which the last is killed."""
+    folder, spawn = tmp_path_factory.mktemp("ranks"), get_context("spawn")
     (folder / "episodes").write_bytes(alone[0])
-    spawn = get_context("spawn")
-    processes = [
-        spawn.Process(target=be, args=(i, environment_of(i, request.param, port), folder))
-        for i in range(request.param)
-    ]
-    for process in processes:
+    ports = {2: free_port(), 3: free_port()}
+    started = [spawn.Process(target=be, args=(number, ports, folder)) for number in range(3)]
+    for process in started:
         process.start()
-    for process in processes:
+    for process in started:
         process.join(600)
         if process.exitcode is None:
             process.kill()
             pytest.fail("a rank hangs")
-    assert processes[-1].exitcode == -signal.SIGKILL, (folder / f"rank {request.param - 1}").read_bytes()
-    found = [pickle.loads((folder / f"rank {i}").read_bytes()) for i in range(request.param - 1)]
+    assert [process.exitcode for process in started] == [0, 0, -signal.SIGKILL]
+    return folder
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request, processes):
+    """What each of the first two ranks found, of two or three."""
+    found = [pickle.loads((processes / f"{request.param} {i}").read_bytes()) for i in range(2)]
     for result in found:
         assert isinstance(result, dict), result
-    return SimpleNamespace(n=request.param, found=found, folder=folder)
+    return SimpleNamespace(n=request.param, found=found)
 
 
 def close(one, other, path=""):
@@ -280,7 +297,7 @@ def test_the_gradients_that_are_compared_are_not_zero(alone):
     assert set(results) == {"grpo", "gigpo", "ppo"} and set(results["ppo"][0]) == {"policy", "critic"}
     for seen, metrics in results.values():
         assert all(torch.tensor(values).abs().max() > 1e-4 for values in seen.values())
-        assert metrics["replayed_episodes"] == 4 and metrics["alpha"] == 0.25
+        assert metrics["replayed_episodes"] == 4 and metrics["policy_loss_off"] < -0.1
     assert all(metrics["clip_fraction_on"] > 0 for _, _, metrics in alone[1]["many_steps"].values())
 
 
@@ -304,19 +321,18 @@ def test_what_ranks_exchange(ranks):
         # every rank has the first gradient, the last rank alone the second and the fourth, none the third
         assert found["sums"][:3] == [[float(ranks.n), 10.0 * ranks.n], [5.0, 6.0], None]
         assert found["sums"][3][0] != found["sums"][3][0] and found["sums"][3][1] == 1.0
-        assert found["gathered"] == ["rank 1"] + ["rank 2"] * 2 * (not two)
+        assert found["gathered"] == ["rank 1", "rank 2", "rank 2"][: 1 if two else 3]
         assert found["of rank 0"] == "said by 0"
         assert found["in order"] == [50, 10, 90, 30, 30] and found["too few"] == ["one"]
         assert found["runs"] == [(0, 0), (1, 0 if two else 1), (2, 1 if two else 2), (3, ranks.n - 1)]
         assert "train different policies" in found["alike"]
 
 
-def test_a_rank_that_is_killed_is_noticed_at_once_and_reported_once(ranks):
-    for i, result in enumerate(ranks.found):
-        message, seconds = result["loss"]
-        assert message.startswith(f"rank {i} of {ranks.n} has lost another rank") and seconds < 60
-    said = [(ranks.folder / f"said {i}").read_text() for i in range(len(ranks.found))]
-    assert sum(map(bool, said)) == 1
+def test_a_rank_that_is_killed_is_noticed_at_once_and_reported_once(processes):
+    for i in range(2):
+        message, seconds = pickle.loads((processes / f"3 {i}").read_bytes())["loss"]
+        assert message.startswith(f"rank {i} of 3 has lost another rank") and seconds < 60
+    assert sum(bool((processes / f"said {i}").read_text()) for i in range(2)) == 1
 
 
 def test_one_process_exchanges_nothing(alone):
@@ -371,3 +387,118 @@ def test_without_the_variables_or_with_one_rank_nothing_is_started(monkeypatch):
     assert (rank(), distributed.world_size(), distributed.local_rank()) == (0, 1, 0)
     distributed.wait()
     distributed.stop()
+
+
+# --- whole runs under torchrun ------------------------------------------------------------------------------
+
+TINY = {
+    **{"k": 1, "tasks_per_step": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
+    **{"eval_games": 6, "eval_every": 50, "max_turns": 5, "max_prompt_tokens": 128, "minibatch_turns": 32},
+    **{"tiny_width": 16, "tiny_layers": 1, "tiny_heads": 2, "learning_rate": 0.001},
+    **{"warm_start": 40, "warm_start_episodes": 60, "warm_start_turns": 32, "warm_start_lr": 0.01},
+    **{"reward_model_episodes": 40, "reward_model_epochs": 1},
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+
+
+def begin(command, *flags, **options):
+    """A run of its own process group, as a terminal gives it one."""
+    return subprocess.Popen(
+        [*command, *flags, *(f"--{name}={value}" for name, value in options.items())],
+        **{"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True},
+    )
+
+
+def end(process, seconds=600):
+    """(status, stdout, stderr); nothing of its process group is left."""
+    try:
+        said = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return process.returncode, *said
+
+
+def lines_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in sorted(line) if not key.startswith("seconds")} for line in lines]
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 600
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "two"
+    status, said, errors = end(begin(TORCHRUN, total_steps=1, out=folder, **TINY))
+    assert status == 0, errors
+    assert said.count("run folder:") == said.count("warm start: done") == 1
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_the_run_of_one(run_of_two, tmp_path):
+    status, _, errors = end(begin([sys.executable, "train.py"], total_steps=1, out=tmp_path / "one", **TINY))
+    assert status == 0, errors
+    for name in ("start/model.safetensors", "reward_model/model.safetensors"):
+        assert (run_of_two / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    two, one = lines_of(run_of_two), lines_of(tmp_path / "one")
+    assert [line["agent"] for line in two] == ["evaluation", "explorer", "buffer", "policy", "evaluation"]
+    close(two[:2], one[:2])  # what was sampled after an update may differ, as updates do by rounding
+    for line, other in zip(two, one, strict=True):
+        assert line.keys() == other.keys()
+        assert line["environment_episodes"] == other["environment_episodes"]
+    files = {path.name for path in run_of_two.iterdir()}
+    assert files == {path.name for path in (tmp_path / "one").iterdir()}
+    assert json.loads((run_of_two / "run.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(run_of_two, tmp_path):
+    folder = tmp_path / "on"
+    shutil.copytree(run_of_two, folder)
+    alone = [sys.executable, "train.py", "--resume", f"--out={folder}"]
+    status, _, errors = end(begin(alone, total_steps=2))
+    assert status == 0, errors
+    kept = lines_of(run_of_two)
+    assert lines_of(folder)[: len(kept)] == kept
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
+    wait_for(folder / "checkpoints" / "step_000004", process)
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(found[-1]), signal.SIGKILL)
+    killed = time.monotonic()
+    status, _, errors = end(process, 60)
+    assert status != 0 and time.monotonic() - killed < 60
+    assert found[-1] in errors or "has lost another rank" in errors
+    policy = [line for line in lines_of(folder) if line["agent"] == "policy"]
+    assert [line["update"] for line in policy][:4] == [1, 2, 3, 4]
+    assert [line["environment_episodes"] for line in policy][:4] == [16, 32, 48, 64]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks_with_one_message(run_of_two, tmp_path):
+    folder = tmp_path / "on"
+    shutil.copytree(run_of_two, folder)
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
+    wait_for(folder / "checkpoints" / "step_000002", process)
+    os.killpg(process.pid, signal.SIGINT)
+    status, _, errors = end(process, 60)
+    assert status != 0
+    go_on = f"torchrun --nproc_per_node=2 train.py --resume --out {folder}"
+    assert errors.count("goes on with: ") + errors.count("go on with: ") == 1 and go_on in errors
+
+
+@pytest.mark.slow
+def test_a_usage_error_is_reported_once_and_ends_all_ranks(tmp_path):
+    status, said, errors = end(begin(TORCHRUN, "--k=0", f"--out={tmp_path / 'run'}"), 120)
+    assert status != 0 and (said + errors).count("error: --k 0: must be above 0") == 1
+    status, said, errors = end(begin(TORCHRUN, "--no_such_flag"), 120)
+    assert status != 0 and (said + errors).count("no_such_flag") < 4  # tyro's own words, of one rank
+    assert not (tmp_path / "run").exists()
