@@ -422,8 +422,8 @@ def update(
             here = rows_here(on_part + off_part)
             for source, rows, weight in (("on", on_part, 1 - alpha), ("off", off_part, alpha)):
                 count = sum(row.action_tokens for row in rows)  # of all ranks' rows
-                rows = [row for row in rows if id(row) in here]
-                for batch in micro_batches(rows, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
+                mine = [row for row in rows if id(row) in here]
+                for batch in micro_batches(mine, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
                     mask = batch.action_mask
                     loss = weight * masked_mean(
                         policy_loss(agent, batch, source, config, totals), mask, count

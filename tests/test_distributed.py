@@ -22,7 +22,7 @@ from toy import CountingScorer, ToyPolicy, toy_world
 
 import distributed
 import rspo
-from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
 from distributed import RankLost, check_alike, gather, of_rank_0, rank, shares, sum_gradients, together
 from rspo import Config
 
@@ -120,6 +120,19 @@ def played(episodes):
     return [episode.to_dict() for episode in members + panel + shown], state
 
 
+def replay(episodes):
+    """What is drawn from a buffer of six groups; and which of its rows are trained on, by all ranks."""
+    buffer = ReplayBuffer(seed=3)
+    for groups in [episodes["grpo"][0], episodes["gigpo"][0]]:
+        buffer.add(groups)
+    drawn = buffer.sample(8)
+    rows = [row for episode in drawn for row in rows_of(episode)]
+    here = rspo.rows_here(rows)
+    used = sorted(gather([i for i, row in enumerate(rows) if id(row) in here]))
+    assert used == list(range(len(rows))) and len(rows) > 8
+    return [episode.to_dict() for episode in drawn]
+
+
 def algorithm_1(episodes):
     """Two loops: B and A play, are scored, fill the buffer, replay and learn."""
     lines = []
@@ -183,7 +196,7 @@ def exchanges(episodes):
     return found
 
 
-SCENES = [gradients, many_steps, uneven, played, algorithm_1, dense_scores, exchanges]
+SCENES = [gradients, many_steps, uneven, played, replay, algorithm_1, dense_scores, exchanges]
 
 
 def loss(folder):
@@ -286,7 +299,7 @@ def close(one, other, path=""):
         assert one == other, path
 
 
-@pytest.mark.parametrize("scene", ["gradients", "many_steps", "uneven", "played", "algorithm_1"])
+@pytest.mark.parametrize("scene", ["gradients", "many_steps", "uneven", "played", "replay", "algorithm_1"])
 def test_several_ranks_find_what_one_process_finds(scene, alone, ranks):
     for result in ranks.found:
         close(result[scene], alone[1][scene])
@@ -389,6 +402,17 @@ def test_without_the_variables_or_with_one_rank_nothing_is_started(monkeypatch):
     distributed.stop()
 
 
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
+    import flags
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(distributed, "local_world_size", lambda: 2)
+    for device, words in (("auto", "2 ranks and 1 GPUs here"), ("cuda:0", "2 ranks cannot share a GPU")):
+        with pytest.raises(flags.UsageError, match=f"--device {device}: {words}"):
+            flags.check_device(flags.Args(device=device))
+    flags.check_device(flags.Args(device="cpu"))
+
+
 # --- whole runs under torchrun ------------------------------------------------------------------------------
 
 TINY = {
@@ -402,24 +426,28 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def begin(command, *flags, **options):
-    """A run of its own process group, as a terminal gives it one."""
     return subprocess.Popen(
         [*command, *flags, *(f"--{name}={value}" for name, value in options.items())],
         **{"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
     )
 
 
 def end(process, seconds=600):
-    """(status, stdout, stderr); nothing of its process group is left."""
+    """(status, stdout, stderr) of a process that ends by itself."""
     try:
         said = process.communicate(timeout=seconds)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+        process.terminate()  # torchrun then ends its ranks
     return process.returncode, *said
+
+
+def ranks_of(process):
+    """Their process ids."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
+    )
+    return [int(one) for one in found.stdout.split()]
 
 
 def lines_of(folder):
@@ -471,12 +499,14 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(
     assert lines_of(folder)[: len(kept)] == kept
     process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
     wait_for(folder / "checkpoints" / "step_000004", process)
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(found[-1]), signal.SIGKILL)
+    first, second = ranks_of(process)
+    os.kill(second, signal.SIGKILL)
     killed = time.monotonic()
     status, _, errors = end(process, 60)
     assert status != 0 and time.monotonic() - killed < 60
-    assert found[-1] in errors or "has lost another rank" in errors
+    assert str(second) in errors or "has lost another rank" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
     policy = [line for line in lines_of(folder) if line["agent"] == "policy"]
     assert [line["update"] for line in policy][:4] == [1, 2, 3, 4]
     assert [line["environment_episodes"] for line in policy][:4] == [16, 32, 48, 64]
@@ -488,9 +518,13 @@ def test_ctrl_c_ends_all_ranks_with_one_message(run_of_two, tmp_path):
     shutil.copytree(run_of_two, folder)
     process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
     wait_for(folder / "checkpoints" / "step_000002", process)
-    os.killpg(process.pid, signal.SIGINT)
+    both = ranks_of(process)
+    process.send_signal(signal.SIGINT)
     status, _, errors = end(process, 60)
-    assert status != 0
+    assert status != 0 and len(both) == 2
+    for one in both:
+        with pytest.raises(ProcessLookupError):
+            os.kill(one, 0)
     go_on = f"torchrun --nproc_per_node=2 train.py --resume --out {folder}"
     assert errors.count("goes on with: ") + errors.count("go on with: ") == 1 and go_on in errors
 
