@@ -571,20 +571,25 @@ def join() -> None:
         raise UsageError(str(error)) from None
 
 
-@contextlib.contextmanager
-def quiet():
-    """What is printed here is printed by rank 0 too."""
+def flags_of(argv: list[str]) -> tuple[Args, Path | None]:
+    """`prepare` on every rank; the help, and what is said of misspelled flags, is printed by rank 0 alone."""
+    if distributed.rank() == 0:
+        return prepare(argv)
     nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            return prepare(argv)
+    except SystemExit:
+        with contextlib.suppress(distributed.RankLost):
+            distributed.wait()  # until rank 0 has ended: torchrun ends all ranks as soon as one has
+        raise
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         join()
-        with quiet() if distributed.rank() > 0 else contextlib.nullcontext():
-            args, newest = prepare(argv)
+        args, newest = flags_of(argv)
         distributed.wait()  # nobody makes a folder while others still look whether it is there
         if args.eval_only:
             evaluate_only(args, newest)

@@ -495,8 +495,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(
     alone = [sys.executable, "train.py", "--resume", f"--out={folder}"]
     status, _, errors = end(begin(alone, total_steps=2))
     assert status == 0, errors
-    kept = lines_of(run_of_two)
-    assert lines_of(folder)[: len(kept)] == kept
+    assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # what came after the checkpoint is cut off
     process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
     wait_for(folder / "checkpoints" / "step_000004", process)
     first, second = ranks_of(process)
@@ -531,8 +530,8 @@ def test_ctrl_c_ends_all_ranks_with_one_message(run_of_two, tmp_path):
 
 @pytest.mark.slow
 def test_a_usage_error_is_reported_once_and_ends_all_ranks(tmp_path):
-    status, said, errors = end(begin(TORCHRUN, "--k=0", f"--out={tmp_path / 'run'}"), 120)
+    status, said, errors = end(begin(TORCHRUN, "--k=0", f"--out={tmp_path / 'run'}"))
     assert status != 0 and (said + errors).count("error: --k 0: must be above 0") == 1
-    status, said, errors = end(begin(TORCHRUN, "--no_such_flag"), 120)
-    assert status != 0 and (said + errors).count("no_such_flag") < 4  # tyro's own words, of one rank
+    status, said, errors = end(begin(TORCHRUN, "--no_such_flag"))
+    assert status != 0 and (said + errors).count("─ Unrecognized options ─") == 1, said + errors
     assert not (tmp_path / "run").exists()
