@@ -21,6 +21,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import torch
 
 import checkpoint
+import distributed
 import rspo
 from envs import Env, env_class, make_env
 
@@ -48,7 +49,7 @@ class Args(rspo.Config):
     webshop_reward: Literal["success", "score"] = "success"
     """Outcome reward in training: 1 for a full score and else 0, or the score itself."""
     env_workers: int = 0
-    """Processes that play the environments; 0: this one does."""
+    """Processes that play the environments, of each rank; 0: it plays them itself."""
     model: str = "tiny"
     """Starting model: folder or hub id of a causal LM with a chat template, or tiny: made here, offline."""
     style: Literal["think", "short"] | None = None
@@ -76,7 +77,7 @@ class Args(rspo.Config):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the starting model's weights. tiny: float32, else bfloat16."""
     device: str = "auto"
-    """auto: a GPU if there is one."""
+    """auto: a GPU if there is one. Of several ranks each takes its own."""
     gradient_checkpointing: bool = False
     """Save memory in the backward pass for about a third more time."""
 
@@ -94,7 +95,7 @@ class Args(rspo.Config):
     temperature: float = 1.0
     """Sampling temperature in training; log-probs are taken at it too."""
     parallel_episodes: int = 128
-    """Episodes alive at once; a matter of memory."""
+    """Episodes alive at once, on each rank; a matter of memory."""
 
     # evaluation
     eval_splits: tuple[str, ...] | None = None
@@ -153,7 +154,8 @@ class Args(rspo.Config):
     keep_checkpoints: int = 2
     """Newest checkpoints to keep."""
     threads: int | None = None
-    """CPU threads of torch; another number may round differently. tiny: 1 (more slow it down), else all."""
+    """CPU threads of torch, shared by the ranks of a machine; another number may round differently. tiny: 1
+    (more slow it down), else all."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None
@@ -474,6 +476,11 @@ def check(args: Args, env: Env) -> None:
 
 
 def check_device(args: Args) -> None:
+    ranks, gpus = distributed.local_world_size(), torch.cuda.device_count()
+    if ranks > 1 and gpus and args.device in ("auto", "cuda") and ranks > gpus:
+        refuse(args, "device", f"{ranks} ranks and {gpus} GPUs here: start as many ranks as there are GPUs")
+    if ranks > 1 and args.device.startswith("cuda:"):
+        refuse(args, "device", f"{ranks} ranks cannot share a GPU: leave it out, and each takes its own")
     if args.device == "auto":
         return
     try:

@@ -33,6 +33,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+import distributed
 from buffer import Batch, Group, Row, Trajectory, micro_batches, rows_of
 from policy import Base, Chat, cast, load_base, rise_and_fall
 
@@ -167,14 +168,23 @@ class StepRewardModel(nn.Module):
         """Set `dense_score` of every step of every usable episode, over an older one.
 
         noise: std of the Gaussian noise on each score, drawn from `rng` in the order of the steps; a noisy
-        score may leave (-1, 1). Episodes that are not usable are left as they are.
+        score may leave (-1, 1). Episodes that are not usable are left as they are. Of several ranks each
+        scores some groups, whole ones: equal rows are read once.
         """
         if noise and rng is None:
             raise ValueError(f"noise of std {noise} is drawn from rng: give a random.Random")
-        trajectories = [member for group in groups for member in group.trajectories if member.usable]
-        for trajectory, scores in zip(trajectories, self.step_scores(trajectories), strict=True):
+        members = [[member for member in group.trajectories if member.usable] for group in groups]
+        tokens = [sum(len(s.prompt_ids + s.action_ids) for t in group for s in t.steps) for group in members]
+        scored = distributed.together(self._group_scores, members, tokens)
+        trajectories = [trajectory for group in members for trajectory in group]
+        every = [scores for group in scored for scores in group]
+        for trajectory, scores in zip(trajectories, every, strict=True):
             for step, score in zip(trajectory.steps, scores, strict=True):
                 step.dense_score = score + (rng.gauss(0.0, noise) if noise else 0.0)
+
+    def _group_scores(self, groups: list[list[Trajectory]]) -> list[list[list[float]]]:
+        scores = iter(self.step_scores([trajectory for group in groups for trajectory in group]))
+        return [[next(scores) for _ in group] for group in groups]
 
     # --- fit
 

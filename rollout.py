@@ -7,6 +7,7 @@ on which others are played beside it, and resuming a run needs no more than the 
 stream.
 
 Environments live in a pool's slots, in this process or in workers; replies are read and prompts made here.
+Of several ranks each plays its share of the episodes, and all are handed all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import distributed
 from buffer import Group, Step, StopReason, Trajectory
 from envs import (
     Env,
@@ -170,9 +172,9 @@ class World:
     """One environment's episodes, played by whoever is asked to. Its state is its counters, nothing else.
 
     make_env: builds one environment; as many are made as episodes are played at once, and reused.
-    parallel: episodes alive at once (memory of the KV cache); others start as these end.
-    workers: processes that play the environments; 0 for this one. Then `make_env` must be picklable, and
-        `close` ends them.
+    parallel: episodes alive at once on a rank (memory of the KV cache); others start as these end.
+    workers: processes of each rank that play the environments; 0: it plays them itself. With
+        workers `make_env` must be picklable, and `close` ends them.
     """
 
     def __init__(
@@ -326,11 +328,14 @@ class World:
     def _play(
         self, answer: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]
     ) -> list[Trajectory]:
-        """Play (split, game, name of its random draws) to the end, `parallel` at a time; results in the
-        given order.
+        """Play (split, game, name of its random draws) to the end; results in the given order.
 
         An answer of None says that the environment has crashed.
         """
+        return distributed.together(functools.partial(self._play_here, answer), specs)
+
+    def _play_here(self, answer: Callable, specs: list[tuple[str, int, str]]) -> list[Trajectory]:
+        """This rank's share, `parallel` at a time."""
         free = list(range(min(self.parallel, len(specs))))[::-1]
         waiting = list(enumerate(specs))[::-1]
         live, done = [], {}

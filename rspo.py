@@ -15,12 +15,14 @@ import itertools
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+import distributed
 from buffer import Batch, Group, ReplayBuffer, Row, StopReason, Trajectory, micro_batches, rows_of
 from losses import (
     anchor_advantages,
@@ -275,8 +277,13 @@ def with_behavior_logprobs(agent, groups: list[Group], config: Config) -> list[G
 
 @torch.no_grad()
 def score_rows(agent, rows: list[Row], config: Config, behavior_logprobs: bool = False) -> None:
-    """Fill the rows' old_logprobs (or behavior_logprobs), and with the former ref_logprobs and old_values."""
-    for batch in micro_batches(rows, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
+    """Fill the rows' old_logprobs (or behavior_logprobs), and with the former ref_logprobs and old_values.
+
+    Every rank scores its share of the rows and is told the rest.
+    """
+    mine = distributed.mine([len(row.input_ids) for row in rows])
+    scored = [rows[i] for i in mine]
+    for batch in micro_batches(scored, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
         logprobs, _ = agent.logprobs(batch)
         if behavior_logprobs:
             batch.store("behavior_logprobs", logprobs)
@@ -286,6 +293,22 @@ def score_rows(agent, rows: list[Row], config: Config, behavior_logprobs: bool =
             batch.store("ref_logprobs", agent.reference_logprobs(batch))
         if config.algo == "ppo":
             batch.store("old_values", agent.critic.values(batch))
+    share_columns(rows, mine)
+
+
+def share_columns(rows: list[Row], mine: list[int]) -> None:
+    """Tell all ranks the columns of action tokens that each has filled in for the rows in places `mine`."""
+    if distributed.world_size() == 1:
+        return
+    told = []
+    for i in mine:
+        for name in ("old_logprobs", "behavior_logprobs", "ref_logprobs", "old_values"):
+            column = getattr(rows[i], name)
+            if column is not None:
+                told.append((i, name, column[rows[i].action_mask].tolist()))
+    for i, name, values in distributed.gather(told):
+        column = torch.zeros(len(rows[i].input_ids))
+        setattr(rows[i], name, column.masked_scatter(rows[i].action_mask, torch.tensor(values)))
 
 
 def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row]]:
@@ -302,6 +325,11 @@ def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row
     return [rows[start:end] for start, end in zip(cuts, [*cuts[1:], len(rows)], strict=True)]
 
 
+def rows_here(rows: list[Row]) -> set[int]:
+    """The ids of those rows that this rank trains on: its share, balanced by tokens."""
+    return {id(rows[i]) for i in distributed.mine([len(row.input_ids) for row in rows])}
+
+
 class Totals:
     """Whole-batch means: sums and counts gathered over micro-batches, divided once at the end."""
 
@@ -314,7 +342,13 @@ class Totals:
         self.counts[name] = self.counts.get(name, 0) + count
 
     def means(self) -> dict[str, float]:
-        return {name: float(total) / int(self.counts[name]) for name, total in self.sums.items()}
+        """Of all ranks together."""
+        mine = [(name, float(total), int(self.counts[name])) for name, total in self.sums.items()]
+        sums, counts = defaultdict(float), defaultdict(int)
+        for name, total, count in distributed.gather(mine):
+            sums[name] += total
+            counts[name] += count
+        return {name: total / counts[name] for name, total in sums.items()}
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
@@ -353,8 +387,8 @@ def update(
 
     on: groups the agent has just played; `which` of their rewards is read. off: replayed episodes, always
     read for their outcome; without any, alpha is 0 for this update. Each source's loss is a mean over its
-    own action tokens: two token counts per optimizer step, taken over all of its micro-batches. Returns
-    the update's metrics.
+    own action tokens: two token counts per optimizer step, taken over all of its micro-batches, on whichever
+    rank. Returns the update's metrics.
     """
     started = time.perf_counter()
     on_episodes = [rows_of(episode) for episode in usable(on, which)]
@@ -385,9 +419,11 @@ def update(
     for _ in range(config.epochs):
         minibatches = zip(split_rows(on_rows, parts, rng), split_rows(off_rows, parts, rng), strict=True)
         for on_part, off_part in minibatches:
+            here = rows_here(on_part + off_part)
             for source, rows, weight in (("on", on_part, 1 - alpha), ("off", off_part, alpha)):
-                count = sum(row.action_tokens for row in rows)
-                for batch in micro_batches(rows, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
+                count = sum(row.action_tokens for row in rows)  # of all ranks' rows
+                mine = [row for row in rows if id(row) in here]
+                for batch in micro_batches(mine, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
                     mask = batch.action_mask
                     loss = weight * masked_mean(
                         policy_loss(agent, batch, source, config, totals), mask, count
@@ -395,8 +431,10 @@ def update(
                     if config.algo == "ppo" and source == "on":
                         loss = loss + masked_mean(critic_loss(agent, batch, config, totals), mask, count)
                     loss.backward()
+            distributed.sum_gradients(agent.parameters)
             totals.add("grad_norm", agent.step(config.max_grad_norm), 1)
             if config.algo == "ppo":
+                distributed.sum_gradients(agent.critic.parameters)
                 totals.add("critic_grad_norm", agent.critic.step(config.max_grad_norm), 1)
     return {
         **totals.means(),

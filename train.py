@@ -8,6 +8,9 @@ The run folder holds config.json (every flag's value), run.json (how and where i
 transcripts.jsonl (see report.py), start/ (the starting model, if it was made here), reward_model/,
 checkpoints/, policy/ (the trained A, for transformers or peft), curves.png and summary.json. `--resume`
 continues a run exactly: after Ctrl-C, after a kill, or to train for longer.
+
+With `torchrun --nproc_per_node=n train.py` n ranks run this file and share the work (distributed.py). All go
+the same way through it; rank 0 alone prints, warm-starts, fits, and writes what the others then read.
 """
 
 # ruff: noqa: E402
@@ -19,22 +22,25 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow dow
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import contextlib
 import dataclasses
 import errno
 import functools
+import io
 import json
+import math
 import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import checkpoint
+import distributed
 import report
 import rspo
 from buffer import Group, ReplayBuffer, Trajectory
@@ -48,13 +54,21 @@ Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so man
 
 def say(text: str) -> None:
     """A line for people, that leaves the progress bar whole."""
-    tqdm.write(text)
+    if distributed.rank() == 0:
+        tqdm.write(text)
 
 
 def bar(total: int, what: str, **more) -> tqdm:
     """A progress bar; where nobody watches, a line now and then."""
     pause = 0.1 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, desc=what, unit="update", dynamic_ncols=True, mininterval=pause, **more)
+    more |= {"dynamic_ncols": True, "mininterval": pause, "disable": distributed.rank() > 0}
+    return tqdm(total=total, desc=what, unit="update", **more)
+
+
+def give_up(text: str, status: int):
+    """End with a message for people, printed once: several ranks may have seen the same error."""
+    distributed.report_once(text)
+    sys.exit(status)
 
 
 def load_start(args: Args, folder: Path | None):
@@ -74,7 +88,7 @@ def load_start(args: Args, folder: Path | None):
             max_length=args.max_prompt_tokens + args.max_new_tokens,
             seed=args.seed,
             dtype=args.dtype,
-            device=args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
+            device=device_of(args),
             gradient_checkpointing=args.gradient_checkpointing,
         )
     except ValueError as error:
@@ -87,6 +101,15 @@ def load_start(args: Args, folder: Path | None):
         why = f"the first prompt of a game has {opening} tokens; give twice as many or more"
         raise UsageError(f"--max_prompt_tokens {args.max_prompt_tokens}: {why}")
     return base
+
+
+def device_of(args: Args) -> str:
+    """Each rank has a GPU of its own."""
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    if distributed.world_size() > 1:
+        return f"cuda:{distributed.local_rank()}"
+    return "cuda" if args.device == "auto" else args.device
 
 
 def make_world(args: Args, chat, seed: int | str) -> World:
@@ -118,10 +141,9 @@ def demonstrator(args: Args) -> str:
 
 def warm_started(args: Args, folder: Path, base, demonstrated: Demonstrated):
     """The starting model, taught to act if --warm_start asks for it; saved in start/ if it was made here."""
-    from policy import warm_start
-
-    if (folder / "start").is_dir():
+    if distributed.of_rank_0((folder / "start").is_dir) or not (args.warm_start or base.changed):
         return base
+    demonstrations = []
     if args.warm_start:
         who = "the tiny model" if args.model == "tiny" else args.model
         say(
@@ -129,6 +151,14 @@ def warm_started(args: Args, folder: Path, base, demonstrated: Demonstrated):
             f"supervised updates on {args.warm_start_episodes:,} games played by {demonstrator(args)}"
         )
         demonstrations = demonstrated(args.warm_start_episodes)
+    distributed.of_rank_0(lambda: make_start(args, folder, base, demonstrations))
+    return load_start(args, folder)  # as a resumed run will
+
+
+def make_start(args: Args, folder: Path, base, demonstrations: list[Trajectory]) -> None:
+    from policy import warm_start
+
+    if demonstrations:
         solved = sum(episode.success for episode in demonstrations) / len(demonstrations)
         with bar(args.warm_start, "warm start", leave=False) as progress:
 
@@ -147,10 +177,7 @@ def warm_started(args: Args, folder: Path, base, demonstrated: Demonstrated):
                 progress=show,
             )
         say(f"warm start: done, loss {losses[-1]:.3f}; {solved:.1%} of its demonstrations solved their task")
-    if not base.changed:
-        return base
     checkpoint.write_folder(folder / "start", base.save)
-    return load_start(args, folder)  # as a resumed run will
 
 
 def make_policy(args: Args, base):
@@ -182,6 +209,8 @@ def named_step_rewards(args: Args, base):
     flag = "reward_model" if args.reward_model else "reward_model_backbone"
     name, about = getattr(args, flag), about_step_rewards(args, base)
     fitted = args.resume and Path(args.out, "reward_model").is_dir()
+    if distributed.rank() > 0 and not args.reward_model:
+        return None  # rank 0 fits it
     try:
         if args.reward_model:
             return StepRewardModel.load(name, base.chat, **about)
@@ -195,7 +224,7 @@ def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstra
     from reward_model import StepRewardModel
 
     made = folder / "reward_model"
-    if not args.reward_model and not made.is_dir():
+    if not args.reward_model and not distributed.of_rank_0(made.is_dir):
         count = f"step reward model: fitted on {args.reward_model_episodes:,} games played by"
         if args.reward_model_source == "expert":
             say(f"{count} {demonstrator(args)}")
@@ -203,12 +232,7 @@ def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstra
         else:
             say(f"{count} the starting policy")
             episodes = world.practice(policy, args.reward_model_episodes, args.warm_start_games)
-        model = model or StepRewardModel.from_base(base, seed=args.seed, **about_step_rewards(args, base))
-        try:
-            fit_step_rewards(args, model, episodes)
-        except ValueError as error:  # too few episodes, or too long for the backbone
-            raise UsageError(str(error)) from None
-        checkpoint.write_folder(made, model.save)
+        distributed.of_rank_0(lambda: make_step_rewards(args, made, base, episodes, model))
     if not args.reward_model:
         try:
             model = StepRewardModel.load(made, base.chat, **about_step_rewards(args, base))  # as when resumed
@@ -220,6 +244,17 @@ def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstra
         "{auc:.3}, correlation {correlation:.3}, MSE {mse:.3} (of the mean: {mse_of_mean:.3})".format(**fit)
     )
     return model
+
+
+def make_step_rewards(args: Args, made: Path, base, episodes: list[Trajectory], model) -> None:
+    from reward_model import StepRewardModel
+
+    model = model or StepRewardModel.from_base(base, seed=args.seed, **about_step_rewards(args, base))
+    try:
+        fit_step_rewards(args, model, episodes)
+    except ValueError as error:  # too few episodes, or too long for the backbone
+        raise UsageError(str(error)) from None
+    checkpoint.write_folder(made, model.save)
 
 
 def fit_step_rewards(args: Args, model, episodes: list[Trajectory]) -> None:
@@ -237,10 +272,20 @@ def fit_step_rewards(args: Args, model, episodes: list[Trajectory]) -> None:
 
 
 class Recorder:
-    """Between rspo.train and what it calls: times, logs and shows it, evaluates A, saves checkpoints."""
+    """Between rspo.train and what it calls: times, logs and shows it, evaluates A, saves checkpoints.
+
+    Ranks other than 0 have no log, and write nothing.
+    """
 
     def __init__(
-        self, args: Args, folder: Path, policy, world: World, dense_reward, log: report.Log, started: float
+        self,
+        args: Args,
+        folder: Path,
+        policy,
+        world: World,
+        dense_reward,
+        log: report.Log | None,
+        started: float,
     ):
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
@@ -274,6 +319,8 @@ class Recorder:
 
     def log_update(self, agent: str, metrics: dict, step: int) -> None:
         """rspo.train's `log`."""
+        if self.log is None:
+            return
         loop = (step - (agent == "policy")) // self.args.k + 1
         line = self.write(agent, step, loop, metrics)
         if (agent, loop) not in self.told:
@@ -305,6 +352,8 @@ class Recorder:
         for split in self.args.eval_splits:
             call = functools.partial(play_panel, self.args, self.world, self.policy, split)
             played, panel = self.timed("eval", call)
+            if self.log is None:
+                continue
             by_type = {episode.task_type: episode for episode in reversed(played)}
             self.transcribe(list(by_type.values()), "evaluation", step)
             line = self.write("evaluation", step, step // self.args.k, panel)
@@ -314,6 +363,9 @@ class Recorder:
         """rspo.train's `end_loop`."""
         if step // self.args.eval_every > (step - self.args.k) // self.args.eval_every:
             self.evaluate(step)
+        distributed.check_alike(self.policy.parameters)
+        if self.log is None:
+            return
         state = {
             "step": step,
             "world": self.world.state_dict(),
@@ -345,10 +397,11 @@ def describe(args: Args, folder: Path, argv: list[str]) -> None:
     """Write run.json, to which every resumption adds a part, and config.json."""
     path = folder / "run.json"
     facts = json.loads(path.read_text()) if path.exists() else {}
+    now = report.how_and_where(argv, args.threads) | {"ranks": distributed.world_size()}
     if facts:
-        facts.setdefault("resumed", []).append(report.how_and_where(argv, args.threads))
+        facts.setdefault("resumed", []).append(now)
     else:
-        facts = report.how_and_where(argv, args.threads)
+        facts = now
     checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
     checkpoint.write_text(folder / "config.json", config_text(args))
 
@@ -362,31 +415,46 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     set_up(args)
     base = load_start(args, Path(args.out) if args.resume else None)
     scorer = named_step_rewards(args, base) if args.uses_dense_reward else None
-    folder = folder_of(args)
-    go_on = f"python train.py --resume --out {folder}"
+    folder = distributed.of_rank_0(lambda: folder_of(args))
+    ranks = distributed.world_size()
+    start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
+    go_on = f"{start} train.py --resume --out {folder}"
     try:
-        with checkpoint.lock(folder):
-            checkpoint.sweep(folder)
-            describe(args, folder, argv)
+        with checkpoint.lock(folder) if distributed.rank() == 0 else contextlib.nullcontext():
+            if distributed.rank() == 0:
+                checkpoint.sweep(folder)
+                describe(args, folder, argv)
             train_in(folder, args, newest, base, scorer, started)
     except BlockingIOError:
         raise UsageError(f"--out {folder}: another process works in it; wait for it, or stop it") from None
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        give_up(f"error: {error}", 1)
     except KeyboardInterrupt:
-        print(f"\nstopped; from its last whole loop it goes on with: {go_on}", file=sys.stderr)
-        sys.exit(130)
+        give_up(f"\nstopped; from its last whole loop it goes on with: {go_on}", 130)
+    except distributed.RankLost as error:
+        give_up(f"error: {error}; go on with: {go_on}", 1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"error: {error}; free some space, then go on with: {go_on}", file=sys.stderr)
-        sys.exit(1)
+        give_up(f"error: {error}; free some space, then go on with: {go_on}", 1)
 
 
 def set_up(args: Args) -> None:
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(max(1, args.threads // distributed.local_world_size()))
+    if (device := torch.device(device_of(args))).index is not None:
+        torch.cuda.set_device(device)
     torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook
+
+
+def start_log(folder: Path, state: dict) -> report.Log:
+    """The log as it was at the checkpoint of that state; what came later is removed. Raises UsageError."""
+    for later in checkpoint.listed(folder):
+        if checkpoint.step_of(later) > state.get("step", math.inf):
+            checkpoint.remove(later)
+    try:
+        return report.Log(folder, state.get("sizes"))
+    except ValueError as error:
+        raise UsageError(f"--out {folder}: {error}; put the file back, or start a new run") from None
 
 
 def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, started: float) -> None:
@@ -395,13 +463,7 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
         saved = checkpoint.read(newest)
         state = saved.state
         started -= state["seconds"]  # as if the run had never been interrupted
-        for later in checkpoint.listed(folder):
-            if checkpoint.step_of(later) > state["step"]:
-                checkpoint.remove(later)
-    try:
-        log = report.Log(folder, state.get("sizes"))
-    except ValueError as error:
-        raise UsageError(f"--out {folder}: {error}; put the file back, or start a new run") from None
+    log = start_log(folder, state) if distributed.rank() == 0 else None
     say(f"run folder: {folder}" + (f", continued from {newest.name}" if newest else ""))
 
     world = make_world(args, base.chat, args.seed)
@@ -421,9 +483,9 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
         policy.load_state_dicts(saved.tensors)
         world.load_state_dict(state["world"])
         replay.load_state_dict(state["replay"])
-    if args.tensorboard:
+    if log and args.tensorboard:
         log.listeners.append(report.tensorboard(folder, log.lines))
-    if args.wandb_project:
+    if log and args.wandb_project:
         log.listeners.append(report.wandb(args.wandb_project, folder, dataclasses.asdict(args)))
 
     record = Recorder(args, folder, policy, world, dense_reward, log, started)
@@ -432,12 +494,13 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
         record.evaluate(0)
     with bar(args.total_steps, "updates of A", initial=done) as record.bar:
         rspo.train(policy, record, record, args, record.log_update, record.end_loop, done, replay)
-    if log.of("evaluation")[-1]["update"] != args.total_steps:
+    if distributed.of_rank_0(lambda: log.of("evaluation")[-1]["update"] != args.total_steps):
         record.evaluate(args.total_steps)
-    checkpoint.write_folder(folder / "policy", policy.save)
     world.close()
-    conclude(args, folder, log, time.perf_counter() - started)
-    log.close()
+    if log:
+        checkpoint.write_folder(folder / "policy", policy.save)
+        conclude(args, folder, log, time.perf_counter() - started)
+        log.close()
 
 
 def play_panel(args: Args, world: World, policy, split: str) -> tuple[list[Trajectory], dict]:
@@ -481,34 +544,60 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
     """Play the panels with a run's newest policy, or with --model as it is; the tables, and eval.json."""
     set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
-    folder = folder_of(args)
+    folder = distributed.of_rank_0(lambda: folder_of(args))
     policy = make_policy(args, base)
     if newest:
         policy.load_state_dicts(checkpoint.read(newest).tensors)
     started, who, panels = time.perf_counter(), newest.name if newest else args.model, {}
-    with closing(make_world(args, base.chat, args.seed)) as world:
+    with contextlib.closing(make_world(args, base.chat, args.seed)) as world:
         for split in args.eval_splits:
             _, panels[split] = play_panel(args, world, policy, split)
             say(f"success in % on {panels[split]['games']} games of {split}")
             say(report.panel_table({who: panels[split]}))
     facts = {"policy": who, "panels": panels, "seconds": time.perf_counter() - started}
-    checkpoint.write_text(folder / "eval.json", json.dumps(facts, indent=2) + "\n")
+    if distributed.rank() == 0:
+        checkpoint.write_text(folder / "eval.json", json.dumps(facts, indent=2) + "\n")
     say(f"written to {folder / 'eval.json'}")
+
+
+def join() -> None:
+    try:
+        distributed.start()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def flags_of(argv: list[str]) -> tuple[Args, Path | None]:
+    """`prepare` on every rank; the help, and what is said of misspelled flags, is printed by rank 0 alone."""
+    if distributed.rank() == 0:
+        return prepare(argv)
+    nowhere = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            return prepare(argv)
+    except SystemExit:
+        with contextlib.suppress(distributed.RankLost):
+            distributed.wait()  # until rank 0 has ended: torchrun ends all ranks as soon as one has
+        raise
 
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        args, newest = prepare(argv)
+        join()
+        args, newest = flags_of(argv)
+        distributed.wait()  # nobody makes a folder while others still look whether it is there
         if args.eval_only:
             evaluate_only(args, newest)
         else:
             run(args, newest, argv)
+        distributed.stop()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        give_up(f"error: {error}", 2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except distributed.RankLost as error:
+        give_up(f"error: {error}", 1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ ORDER = [
     *[
         "losses",
         "buffer",
+        "distributed",
         "household",
         "webshop_search",
         "webshop",

@@ -91,7 +91,8 @@ class ToyPolicy:
         logits[3, 4], logits[3, 5] = 0.5, 0.0  # after <agent>: left or right
         logits[[4, 5], 1] = 0.0  # then <end>
         self.logits, self.reference = nn.Parameter(logits), logits.clone()
-        self.optimizer = torch.optim.Adam([self.logits], lr=learning_rate)
+        self.parameters = [self.logits]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
         self.critic = ToyCritic()
         self.explorer = None
 
@@ -132,7 +133,8 @@ class ToyPolicy:
 class ToyCritic:
     def __init__(self):
         self.table = nn.Parameter(torch.zeros(len(WORDS)))
-        self.optimizer = torch.optim.Adam([self.table], lr=0.5)
+        self.parameters = [self.table]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=0.5)
 
     def values(self, batch):
         before = torch.nn.functional.pad(self.table[batch.input_ids[:, :-1]], (1, 0))

@@ -1,0 +1,537 @@
+"""Ranks that work as one: what one process computes, two and three compute too. Ranks are real processes."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from toy import CountingScorer, ToyPolicy, toy_world
+
+import distributed
+import rspo
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
+from distributed import RankLost, check_alike, gather, of_rank_0, rank, shares, sum_gradients, together
+from rspo import Config
+
+ROOT = Path(__file__).parent.parent
+SMALL = Config(
+    **{"total_steps": 2, "k": 1, "tasks_per_step": 4, "group_size": 4, "off_policy_fraction": 0.25},
+    **{"buffer_tasks": 3, "kl_coef": 0.1, "entropy_coef": 0.01, "minibatch_turns": 10_000},
+)
+
+
+def config_of(algo, **options):
+    return Config(**{**vars(SMALL), "algo": algo, **options})
+
+
+# --- what the ranks do: functions of recorded episodes that return plain data -------------------------------
+
+
+def agent(learning_rate=0.01):
+    """Wins some of its games, and is away from the reference."""
+    policy = ToyPolicy(learning_rate=learning_rate)
+    policy.logits.data[3, 5] += 1.2
+    return policy
+
+
+def recorded():
+    """By algorithm (groups just played, replayed successes), of one process."""
+    made = {}
+    for algo in ("grpo", "gigpo", "ppo"):
+        config, policy = config_of(algo), agent()
+        bold = policy.fork("explorer")
+        bold.logits.data[3, 5] += 0.5
+        world = toy_world(config.episodes_per_task, seed=5)
+        stored = rspo.with_behavior_logprobs(bold, world.collect(bold, config.buffer_groups), config)
+        replay = ReplayBuffer()
+        replay.add(stored)
+        groups = toy_world(config.episodes_per_task).collect(policy, config.on_policy_tasks)
+        made[algo] = groups, replay.sample(4)
+    return made
+
+
+def chat(turns, outcome):
+    """An episode of an append-only chat: one row, as long as there are turns."""
+    steps = []
+    for i in range(turns):
+        prompt = [2, 6, 3, *[5, 1, 2, 7, 3] * i]
+        steps.append(Step(prompt, [5, 1], [0.0, 0.0], f"door {i % 3}", "right", True))
+    return Trajectory("toy", "walk", "Left", steps, outcome, outcome == 1, StopReason.FINISHED)
+
+
+def one_gradient(config, on, off):
+    """The gradients that reach the optimizers in an update of one step, and its metrics."""
+    policy, seen = agent(), {}
+    trained = (policy, policy.logits, "policy"), (policy.critic, policy.critic.table, "critic")
+    for one, tensor, name in trained:
+        one.step = lambda norm, tensor=tensor, name=name: seen.update({name: tensor.grad.tolist()}) or 0.5
+    metrics = rspo.update(policy, on, off, "outcome", config, random.Random(0))
+    return seen, without_times(metrics)
+
+
+def without_times(metrics):
+    return {name: value for name, value in metrics.items() if name != "seconds_update"}
+
+
+def gradients(episodes):
+    return {algo: one_gradient(config_of(algo), *episodes[algo]) for algo in episodes}
+
+
+def many_steps(episodes):
+    """Minibatches smaller than the ranks are many, and a second epoch: the weights, and the metrics."""
+    done = {}
+    for algo, (on, off) in episodes.items():
+        config = config_of(algo, minibatch_turns=4, epochs=2, micro_batch_tokens=16, clip_eps=0.02)
+        policy = agent()
+        metrics = rspo.update(policy, on, off, "outcome", config, random.Random(0))
+        done[algo] = policy.logits.tolist(), policy.critic.table.tolist(), without_times(metrics)
+    return done
+
+
+def uneven(episodes):
+    """One episode far longer than the rest; three in all; and one."""
+    config = config_of("grpo")
+    long = [chat(14, 0.0), chat(1, 1.0), chat(1, 1.0), chat(1, 1.0)]
+    groups = {"long": long, "three": [chat(1, 1.0), chat(1, 0.0), chat(2, 0.0)], "one": [chat(1, 1.0)]}
+    return {name: one_gradient(config, [Group("toy", members)], []) for name, members in groups.items()}
+
+
+def played(episodes):
+    """What every rank is handed of training games, of a panel, and of demonstrations."""
+    world, policy = toy_world(4, parallel=3), ToyPolicy()
+    groups = world.collect(policy, 3)
+    panel = world.evaluate(policy, "eval", 3, 0.4)
+    shown = world.demonstrations(5, 0.5, 0.2)
+    members = [member for group in groups for member in group.trajectories]
+    state = world.state_dict(), [group.task_id for group in groups]
+    return [episode.to_dict() for episode in members + panel + shown], state
+
+
+def replay(episodes):
+    """What is drawn from a buffer of six groups; and which of its rows are trained on, by all ranks."""
+    buffer = ReplayBuffer(seed=3)
+    for groups in [episodes["grpo"][0], episodes["gigpo"][0]]:
+        buffer.add(groups)
+    drawn = buffer.sample(8)
+    rows = [row for episode in drawn for row in rows_of(episode)]
+    here = rspo.rows_here(rows)
+    used = sorted(gather([i for i, row in enumerate(rows) if id(row) in here]))
+    assert used == list(range(len(rows))) and len(rows) > 8
+    return [episode.to_dict() for episode in drawn]
+
+
+def algorithm_1(episodes):
+    """Two loops: B and A play, are scored, fill the buffer, replay and learn."""
+    lines = []
+    for algo in ("grpo", "ppo"):
+        policy, world = agent(1e-3), toy_world(config_of(algo).episodes_per_task)
+        rspo.train(policy, world, CountingScorer(), config_of(algo), lambda *line: lines.append(line))
+        check_alike([policy.logits])
+    return [(agent, without_times(metrics), step) for agent, metrics, step in lines]
+
+
+class Reader(nn.Module):
+    """A backbone of torch alone, that counts the rows it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=4))
+        self.table = nn.Embedding.from_pretrained(torch.arange(60.0).reshape(15, 4).sin())
+        self.read = 0
+
+    def forward(self, input_ids, use_cache):
+        self.read += len(input_ids)
+        return SimpleNamespace(last_hidden_state=self.table(input_ids).cumsum(1))
+
+
+def dense_scores(episodes):
+    """Two of each group are equal. The scores, with noise; and how many rows were read, on all ranks."""
+    from reward_model import StepRewardModel
+
+    model = StepRewardModel(Reader(), ToyPolicy.chat)
+    nn.init.ones_(model.head[2].weight)
+    groups = [Group(str(n), [chat(n, 1.0), chat(n, 1.0), chat(n + 1, 0.0)]) for n in (1, 3, 5)]
+    groups[1].trajectories[2].stop_reason = StopReason.CRASHED
+    model.score(groups, noise=0.1, rng=random.Random(0))
+    scores = [s.dense_score for group in groups for member in group.trajectories for s in member.steps]
+    return scores, sum(gather([model.backbone.read]))
+
+
+def exchanges(episodes):
+    """The pieces: what each rank holds afterwards."""
+    n = distributed.world_size()
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    distributed.BUCKET = 4  # two parameters at a time
+    parameters[0].grad = torch.tensor([1.0, 10.0])
+    if rank() == n - 1:
+        parameters[1].grad = torch.tensor([5.0, 6.0])
+        parameters[3].grad = torch.tensor([float("nan"), 1.0])
+    sum_gradients(parameters)
+    found = {
+        "sums": [None if p.grad is None else p.grad.tolist() for p in parameters],
+        "gathered": gather([f"rank {rank()}"] * rank()),
+        "of rank 0": of_rank_0(lambda: f"said by {rank()}"),
+        "in order": together(lambda items: [10 * item for item in items], [5, 1, 9, 3, 3], [5, 1, 9, 3, 3]),
+        "runs": together(lambda items: [(item, rank()) for item in items], [0, 1, 2, 3]),
+        "too few": together(lambda items: list(items), ["one"], [7]),
+    }
+    try:
+        check_alike([torch.tensor([1.0, 2.0 + (rank() == n - 1)])])
+        found["alike"] = True
+    except RuntimeError as error:
+        found["alike"] = str(error)
+    return found
+
+
+SCENES = [gradients, many_steps, uneven, played, replay, algorithm_1, dense_scores, exchanges]
+
+
+def loss(folder):
+    """The last rank is killed while the others wait for it; both of these notice, and one of them says so."""
+    if rank() == distributed.world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RankLost) as caught:
+        of_rank_0(lambda: distributed.wait())
+    with open(folder / f"said {rank()}", "w") as sys.stderr:
+        distributed.report_once(str(caught.value))
+    return str(caught.value), time.monotonic() - started
+
+
+def be(number, ports, folder):
+    """A process: one of two ranks, if it is the first or the second, then one of three. What it found, or how
+    it failed, is left in files."""
+    torch.set_num_threads(1)
+    for n, port in ports.items():
+        if number >= n:
+            continue
+        os.environ.update(environment_of(number, n, port))
+        try:
+            distributed.start()
+            episodes = (folder / "episodes").read_bytes()
+            results = {scene.__name__: scene(pickle.loads(episodes)) for scene in SCENES}
+            if n == 3:
+                results["loss"] = loss(folder)
+            else:
+                distributed.stop()
+        except Exception:
+            results = traceback.format_exc()
+        (folder / f"{n} {number}").write_bytes(pickle.dumps(results))
+    if number == 0:
+        time.sleep(1)  # it keeps the store, where the others look whether someone has spoken already
+    os._exit(0)
+
+
+def environment_of(number, ranks, port):
+    return {
+        **{"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    distributed_bucket = distributed.BUCKET
+    episodes = pickle.dumps(recorded())
+    yield episodes, {scene.__name__: scene(pickle.loads(episodes)) for scene in SCENES}
+    distributed.BUCKET = distributed_bucket
+
+
+@pytest.fixture(scope="module")
+def processes(alone, tmp_path_factory):
+    """The folder of what three processes found, as two ranks and as three, of which the last is killed."""
+    folder, spawn = tmp_path_factory.mktemp("ranks"), get_context("spawn")
+    (folder / "episodes").write_bytes(alone[0])
+    ports = {2: free_port(), 3: free_port()}
+    started = [spawn.Process(target=be, args=(number, ports, folder)) for number in range(3)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(600)
+        if process.exitcode is None:
+            process.kill()
+            pytest.fail("a rank hangs")
+    assert [process.exitcode for process in started] == [0, 0, -signal.SIGKILL]
+    return folder
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request, processes):
+    """What each of the first two ranks found, of two or three."""
+    found = [pickle.loads((processes / f"{request.param} {i}").read_bytes()) for i in range(2)]
+    for result in found:
+        assert isinstance(result, dict), result
+    return SimpleNamespace(n=request.param, found=found)
+
+
+def close(one, other, path=""):
+    """Nested data that agrees to 1e-5 in every number, and exactly in all else."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            close(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            close(*pair, f"{path}/{i}")
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5), path
+    else:
+        assert one == other, path
+
+
+@pytest.mark.parametrize("scene", ["gradients", "many_steps", "uneven", "played", "replay", "algorithm_1"])
+def test_several_ranks_find_what_one_process_finds(scene, alone, ranks):
+    for result in ranks.found:
+        close(result[scene], alone[1][scene])
+
+
+def test_the_gradients_that_are_compared_are_not_zero(alone):
+    results = alone[1]["gradients"]
+    assert set(results) == {"grpo", "gigpo", "ppo"} and set(results["ppo"][0]) == {"policy", "critic"}
+    for seen, metrics in results.values():
+        assert all(torch.tensor(values).abs().max() > 1e-4 for values in seen.values())
+        assert metrics["replayed_episodes"] == 4 and metrics["policy_loss_off"] < -0.1
+    assert all(metrics["clip_fraction_on"] > 0 for _, _, metrics in alone[1]["many_steps"].values())
+
+
+def test_ranks_are_bit_identical_among_themselves(ranks):
+    for result in ranks.found:
+        assert result["many_steps"] == ranks.found[0]["many_steps"]
+
+
+def test_equal_rows_of_a_group_are_scored_once_whatever_the_number_of_ranks(alone, ranks):
+    scores, read = alone[1]["dense_scores"]
+    assert read == 5  # per group one row for the two that are equal, one for the third; one of these crashed
+    assert scores.count(None) == 4 and len(set(scores)) == len(scores) - 3
+    for result in ranks.found:
+        close(result["dense_scores"], (scores, read))
+
+
+def test_what_ranks_exchange(ranks):
+    two = ranks.n == 2
+    for result in ranks.found:
+        found = result["exchanges"]
+        # every rank has the first gradient, the last rank alone the second and the fourth, none the third
+        assert found["sums"][:3] == [[float(ranks.n), 10.0 * ranks.n], [5.0, 6.0], None]
+        assert found["sums"][3][0] != found["sums"][3][0] and found["sums"][3][1] == 1.0
+        assert found["gathered"] == ["rank 1", "rank 2", "rank 2"][: 1 if two else 3]
+        assert found["of rank 0"] == "said by 0"
+        assert found["in order"] == [50, 10, 90, 30, 30] and found["too few"] == ["one"]
+        assert found["runs"] == [(0, 0), (1, 0 if two else 1), (2, 1 if two else 2), (3, ranks.n - 1)]
+        assert "train different policies" in found["alike"]
+
+
+def test_a_rank_that_is_killed_is_noticed_at_once_and_reported_once(processes):
+    for i in range(2):
+        message, seconds = pickle.loads((processes / f"3 {i}").read_bytes())["loss"]
+        assert message.startswith(f"rank {i} of 3 has lost another rank") and seconds < 60
+    assert sum(bool((processes / f"said {i}").read_text()) for i in range(2)) == 1
+
+
+def test_one_process_exchanges_nothing(alone):
+    found = alone[1]["exchanges"]
+    assert found["alike"] is True and found["gathered"] == []
+    assert found["sums"][0] == [1.0, 10.0] and found["sums"][2] is None
+    assert found["in order"] == [50, 10, 90, 30, 30]
+
+
+def test_shares_are_balanced_and_complete():
+    # dearest first to whoever has least: 9 | 5 | then 3 to the 5, 3 to the 8 (9 > 8), 1 to the 9
+    assert shares([5, 1, 9, 3, 3], 2) == [[1, 2], [0, 3, 4]]
+    assert shares([1, 1, 1], 2) == [[0, 2], [1]]
+    assert shares([4], 3) == [[0], [], []] and shares([], 2) == [[], []]
+    rng = random.Random(0)
+    costs = [rng.randrange(1, 300) for _ in range(200)]
+    dealt = shares(costs, 8)
+    assert sorted(place for share in dealt for place in share) == list(range(200))
+    sums = [sum(costs[place] for place in share) for share in dealt]
+    assert max(sums) - min(sums) < 10
+
+
+# --- starting -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MASTER_PORT": None}, "are set, but not MASTER_PORT; start several processes with torchrun"),
+        ({"RANK": None, "LOCAL_RANK": None}, "but not RANK, LOCAL_RANK"),
+        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE=two: is no number"),
+        ({"RANK": "2"}, "environment variable RANK=2: must be below WORLD_SIZE=2"),
+    ],
+)
+def test_broken_environment_variables_are_named(changes, words, monkeypatch):
+    for name, value in (environment_of(0, 2, 29500) | changes).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError) as caught:
+        distributed.start()
+    assert words in str(caught.value)
+
+
+def test_without_the_variables_or_with_one_rank_nothing_is_started(monkeypatch):
+    for name in distributed.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    distributed.start()
+    for name, value in environment_of(0, 1, 29500).items():
+        monkeypatch.setenv(name, value)
+    distributed.start()
+    assert (rank(), distributed.world_size(), distributed.local_rank()) == (0, 1, 0)
+    distributed.wait()
+    distributed.stop()
+
+
+def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
+    import flags
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(distributed, "local_world_size", lambda: 2)
+    for device, words in (("auto", "2 ranks and 1 GPUs here"), ("cuda:0", "2 ranks cannot share a GPU")):
+        with pytest.raises(flags.UsageError, match=f"--device {device}: {words}"):
+            flags.check_device(flags.Args(device=device))
+    flags.check_device(flags.Args(device="cpu"))
+
+
+# --- whole runs under torchrun ------------------------------------------------------------------------------
+
+TINY = {
+    **{"k": 1, "tasks_per_step": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
+    **{"eval_games": 6, "eval_every": 50, "max_turns": 5, "max_prompt_tokens": 128, "minibatch_turns": 32},
+    **{"tiny_width": 16, "tiny_layers": 1, "tiny_heads": 2, "learning_rate": 0.001},
+    **{"warm_start": 40, "warm_start_episodes": 60, "warm_start_turns": 32, "warm_start_lr": 0.01},
+    **{"reward_model_episodes": 40, "reward_model_epochs": 1},
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+
+
+def begin(command, *flags, **options):
+    return subprocess.Popen(
+        [*command, *flags, *(f"--{name}={value}" for name, value in options.items())],
+        **{"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+
+
+def end(process, seconds=600):
+    """(status, stdout, stderr) of a process that ends by itself."""
+    try:
+        said = process.communicate(timeout=seconds)
+    finally:
+        process.terminate()  # torchrun then ends its ranks
+    return process.returncode, *said
+
+
+def ranks_of(process):
+    """Their process ids."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
+    )
+    return [int(one) for one in found.stdout.split()]
+
+
+def lines_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in sorted(line) if not key.startswith("seconds")} for line in lines]
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 600
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "two"
+    status, said, errors = end(begin(TORCHRUN, total_steps=1, out=folder, **TINY))
+    assert status == 0, errors
+    assert said.count("run folder:") == said.count("warm start: done") == 1
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_the_run_of_one(run_of_two, tmp_path):
+    status, _, errors = end(begin([sys.executable, "train.py"], total_steps=1, out=tmp_path / "one", **TINY))
+    assert status == 0, errors
+    for name in ("start/model.safetensors", "reward_model/model.safetensors"):
+        assert (run_of_two / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+    two, one = lines_of(run_of_two), lines_of(tmp_path / "one")
+    assert [line["agent"] for line in two] == ["evaluation", "explorer", "buffer", "policy", "evaluation"]
+    close(two[:2], one[:2])  # what was sampled after an update may differ, as updates do by rounding
+    for line, other in zip(two, one, strict=True):
+        assert line.keys() == other.keys()
+        assert line["environment_episodes"] == other["environment_episodes"]
+    files = {path.name for path in run_of_two.iterdir()}
+    assert files == {path.name for path in (tmp_path / "one").iterdir()}
+    assert json.loads((run_of_two / "run.json").read_text())["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(run_of_two, tmp_path):
+    folder = tmp_path / "on"
+    shutil.copytree(run_of_two, folder)
+    alone = [sys.executable, "train.py", "--resume", f"--out={folder}"]
+    status, _, errors = end(begin(alone, total_steps=2))
+    assert status == 0, errors
+    assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # what came after the checkpoint is cut off
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
+    wait_for(folder / "checkpoints" / "step_000004", process)
+    first, second = ranks_of(process)
+    os.kill(second, signal.SIGKILL)
+    killed = time.monotonic()
+    status, _, errors = end(process, 60)
+    assert status != 0 and time.monotonic() - killed < 60
+    assert str(second) in errors or "has lost another rank" in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    policy = [line for line in lines_of(folder) if line["agent"] == "policy"]
+    assert [line["update"] for line in policy][:4] == [1, 2, 3, 4]
+    assert [line["environment_episodes"] for line in policy][:4] == [16, 32, 48, 64]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks_with_one_message(run_of_two, tmp_path):
+    folder = tmp_path / "on"
+    shutil.copytree(run_of_two, folder)
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
+    wait_for(folder / "checkpoints" / "step_000002", process)
+    both = ranks_of(process)
+    process.send_signal(signal.SIGINT)
+    status, _, errors = end(process, 60)
+    assert status != 0 and len(both) == 2
+    for one in both:
+        with pytest.raises(ProcessLookupError):
+            os.kill(one, 0)
+    go_on = f"torchrun --nproc_per_node=2 train.py --resume --out {folder}"
+    assert errors.count("goes on with: ") + errors.count("go on with: ") == 1 and go_on in errors
+
+
+@pytest.mark.slow
+def test_a_usage_error_is_reported_once_and_ends_all_ranks(tmp_path):
+    status, said, errors = end(begin(TORCHRUN, "--k=0", f"--out={tmp_path / 'run'}"))
+    assert status != 0 and (said + errors).count("error: --k 0: must be above 0") == 1
+    status, said, errors = end(begin(TORCHRUN, "--no_such_flag"))
+    assert status != 0 and (said + errors).count("─ Unrecognized options ─") == 1, said + errors
+    assert not (tmp_path / "run").exists()
