@@ -35,10 +35,11 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import plan
 import report
 import rspo
 from buffer import Group, ReplayBuffer, Trajectory
-from flags import Args, UsageError, config_text, env_maker, prepare
+from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
 from rollout import Dialogue, World
 
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
@@ -76,6 +77,7 @@ def load_start(args: Args, folder: Path | None):
             dtype=args.dtype,
             device=args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
             gradient_checkpointing=args.gradient_checkpointing,
+            autocast=args.autocast,
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -170,8 +172,10 @@ def make_policy(args: Args, base):
 
 
 def about_step_rewards(args: Args, base) -> dict:
-    dtype = getattr(torch, args.dtype)
-    return {"dtype": dtype, "device": base.device, "micro_batch_tokens": args.micro_batch_tokens}
+    return {
+        **{"dtype": getattr(torch, args.dtype), "device": base.device},
+        **{name: getattr(args, name) for name in ("micro_batch_tokens", "gradient_checkpointing")},
+    }
 
 
 def named_step_rewards(args: Args, base):
@@ -212,6 +216,7 @@ def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstra
         except ValueError as error:  # too few episodes, or too long for the backbone
             raise UsageError(str(error)) from None
         checkpoint.write_folder(made, model.save)
+        model.to("cpu")  # whoever still holds it: what scores is loaded below
     if not args.reward_model:
         try:
             model = StepRewardModel.load(made, base.chat, **about_step_rewards(args, base))  # as when resumed
@@ -388,6 +393,12 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
 
 
 def set_up(args: Args) -> None:
+    if args.dtype == "bfloat16" and not native_bf16(args.device):
+        say(
+            "this device has no native bf16 and emulates it, many times slower: "
+            + ("--autocast True was asked for" if args.autocast else "trained weights are computed in fp32")
+            + "; --dtype float32 is faster here"
+        )
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook
 
@@ -499,11 +510,41 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
     say(f"written to {folder / 'eval.json'}")
 
 
+def show_plan(args: Args) -> None:
+    """Print the memory and the episodes that these flags ask for. Raises UsageError if it cannot fit."""
+
+    def shape(flag: str, model: str) -> plan.Shape:
+        try:
+            return plan.shape_of(model)
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"--{flag} {model}: {error}") from None
+
+    if args.model == "tiny":
+        from policy import tiny_tokenizer
+
+        words, heads = len(tiny_tokenizer(env_maker(args)().vocabulary)), args.tiny_heads
+        model = plan.qwen(args.tiny_width, 2 * args.tiny_width, args.tiny_layers, heads, heads, words)
+    else:
+        model = shape("model", args.model)
+    backbone = None
+    if args.uses_dense_reward:
+        flag = "reward_model" if args.reward_model else "reward_model_backbone"
+        backbone = shape(flag, getattr(args, flag)) if getattr(args, flag) else model
+    capacity = args.gpu_memory_gb or (
+        torch.cuda.get_device_properties(0).total_memory / plan.GB if torch.cuda.is_available() else 80
+    )
+    say(plan.text(args, model, backbone, capacity * plan.GB))
+    if why := plan.refusal(args, lambda args: plan.moments(args, model, backbone), capacity * plan.GB):
+        raise UsageError(why)
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         args, newest = prepare(argv)
-        if args.eval_only:
+        if args.plan:
+            show_plan(args)
+        elif args.eval_only:
             evaluate_only(args, newest)
         else:
             run(args, newest, argv)
