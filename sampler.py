@@ -71,10 +71,10 @@ class Cache:
         return keys[:, :, :end], values[:, :, :end]
 
     def grow(self, layer: int, end: int) -> None:
-        """Have room for `end` columns, by doubling."""
+        """Have room for `end` columns, and for `room` more."""
         for i, buffer in enumerate(self.layers[layer]):
             if buffer.shape[2] < end:
-                more = max(end, 2 * buffer.shape[2]) - buffer.shape[2]
+                more = end + self.room - buffer.shape[2]
                 self.layers[layer][i] = torch.nn.functional.pad(buffer, (0, 0, 0, more))
 
     def take(self, rows: Tensor, columns: Tensor | None = None) -> Cache:
@@ -151,6 +151,7 @@ class KVSampler:
                 keep = live.nonzero()[:, 0]
                 parents.append((cache, keep))
                 cache, live = cache.take(keep), live[keep]
+                cache.room = max_tokens - step - 2  # all that may still come after the next token
                 rows, token, positions, real = (x[keep] for x in (rows, token, positions, real))
             real = torch.nn.functional.pad(real, (0, 1), value=True)
             mask = hide(real[:, None], model)
