@@ -286,8 +286,8 @@ def rollout(args, shape: Shape) -> dict[str, float]:
 
 
 def reward_model_fit(args, backbone: Shape, resident: dict[str, float]) -> dict[str, float]:
-    """All weights in fp32, one micro-batch of tokens in the graph at a time. The agents are there already, with
-    nothing to remember yet."""
+    """All weights in fp32, one micro-batch of tokens in the graph at a time. The agents are there already,
+    with nothing to remember yet."""
     p = Precision(0, 4, args.dtype == "bfloat16")
     tokens = max(args.micro_batch_tokens, longest_row(args))
     activations, working = backward(backbone, p, tokens, args.gradient_checkpointing)

@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -219,3 +222,62 @@ def test_a_model_of_unknown_shape_is_a_usage_error(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--plan", "--preset", "paper-alfworld", "--model", str(tmp_path)])
     assert stopped.value.code == 2 and f"--model {tmp_path}: " in capsys.readouterr().err
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+SIZES = {  # 62 million parameters: 32000 * 512, and 12 layers of 3.8 million
+    **{"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+ROWS, PROMPT, REPLY = 4, 200, 56  # of a micro-batch: 1,024 tokens, 224 of them actions
+UPDATE = """
+import json, random, sys
+import peft, torch
+from types import SimpleNamespace
+from transformers import Qwen2Config, Qwen2ForCausalLM
+import rspo
+from buffer import Group, Step, StopReason, Trajectory
+from policy import Base, Policy
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+sizes, settings, rank, checkpointing, prompt, reply = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+after_imports = kilobytes("VmRSS")
+rng = random.Random(0)
+draw = lambda count: [rng.randrange(sizes["vocab_size"]) for _ in range(count)]
+step = lambda: Step(draw(prompt), draw(reply), [0.0] * reply, "", "", True)
+play = lambda won: Trajectory("", "", "", [step(), step()], won, won == 1.0, StopReason.FINISHED)
+groups = [Group(str(g), [play(float(i % 2)) for i in range(4)]) for g in range(2)]
+base = Base(Qwen2ForCausalLM(Qwen2Config(**sizes)), SimpleNamespace(pad_id=0), "cpu", checkpointing)
+agent = Policy(base, lora_rank=rank, lora_alpha=64.0, learning_rate=1e-5)
+metrics = rspo.update(agent, groups, [], "outcome", rspo.Config(**settings), random.Random(0))
+assert metrics["optimizer_steps"] == 2
+print((kilobytes("VmHWM") - after_imports) * 1024)
+"""
+
+
+def measured(rank, checkpointing, settings):
+    """The peak of one update in a fresh process, above what its imports take: bytes."""
+    given = json.dumps([SIZES, settings, rank, checkpointing, PROMPT, REPLY])
+    command, root = [sys.executable, "-W", "ignore", "-c", UPDATE, given], Path(plan.__file__).parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its memory from /proc")
+@pytest.mark.parametrize("rank, checkpointing", [(0, False), (64, True)])
+def test_the_plan_is_within_15_percent_of_the_peak(rank, checkpointing):
+    # Two optimizer steps of two micro-batches: the second has moments and gradients beside its activations
+    settings = {"method": "outcome", "tasks_per_step": 2, "group_size": 4, "minibatch_turns": 8}
+    settings |= {"micro_batch_tokens": ROWS * (PROMPT + REPLY)}
+    args = flags.Args(
+        **settings, lora_rank=rank, dtype="float32", autocast=False, gradient_checkpointing=checkpointing
+    )
+    parts = plan.update(args, plan._read({"model_type": "qwen2", **SIZES}, ""), ROWS * 256, ROWS * REPLY)
+    planned = plan.total(plan._with_slack(parts, context=0))
+    assert planned == pytest.approx(measured(rank, checkpointing, settings), rel=0.15)
