@@ -215,6 +215,24 @@ def test_only_new_tokens_are_prefilled():
     assert [reply.token_ids for reply in again] == [reply.token_ids for reply in fresh]
 
 
+def test_prompts_may_be_read_in_parts(monkeypatch):
+    def two_turns():
+        policy, sampler = make(), KVSampler()
+        meter, prompts = Meter(policy), prompts_of(5)
+        replies = sample(policy, prompts, sampler)
+        later = follow(policy, prompts, replies)
+        meter.calls.clear()
+        return replies + sample(policy, later, sampler, seed=1), meter.calls[0][0]
+
+    whole, rows = two_turns()
+    monkeypatch.setattr("sampler.PREFILL_TOKENS", 8)
+    parts, fewer = two_turns()
+    assert rows == 5 and fewer < 5
+    assert [reply.token_ids for reply in parts] == [reply.token_ids for reply in whole]
+    for part, reply in zip(parts, whole, strict=True):
+        assert part.logprobs == pytest.approx(reply.logprobs, abs=1e-5)
+
+
 def test_finished_rows_leave_the_batch():
     policy = make()
     meter = Meter(policy)
