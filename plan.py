@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import policy
+from sampler import PREFILL_TOKENS
 
 GB = 10**9
 SLACK = 0.04  # of activations, working memory, log-probs and KV cache
@@ -270,18 +271,20 @@ def update(args, shape: Shape, tokens: int, actions: int) -> dict[str, float]:
 
 
 def rollout(args, shape: Shape) -> dict[str, float]:
-    """A turn of all parallel episodes: their cache, and the largest of prefill, attention and draw."""
+    """A turn of all parallel episodes: their cache, and the most that prompts, attention or draws need."""
     p, rows, full = precision(args), args.parallel_episodes, args.context == "full"
     # Rows share columns. In a chat that goes on, holes may take up to half of them before they are packed
     columns = args.max_prompt_tokens * (2 if full else 1) + args.max_new_tokens
-    prefill = passing(shape, p) * args.max_prompt_tokens
-    again = 2 * columns * p.computed * shape.queries if full else 0  # keys, values repeated for every head
+    prompts = min(rows * args.max_prompt_tokens, max(PREFILL_TOKENS, args.max_prompt_tokens))
+    prefill = passing(shape, p) * prompts
+    # Keys and values, repeated for every head, of rows that are read at once: as many as have such replies
+    again = min(rows, 1 + PREFILL_TOKENS // args.max_new_tokens) * 2 * columns * p.computed * shape.queries
     draw = 24 * shape.vocab  # logits, the same by temperature, log-probs in fp32; probabilities, sums in fp64
     return {
         **agents(args, shape),
         # rows that still decode when half have stopped are copied, then half of those, ...: twice at most
         "KV cache": 2 * rows * columns * kv_token(shape, p),
-        "working memory": rows * max(prefill, again, draw) + casts(shape, p),
+        "working memory": max(prefill, again if full else 0, rows * draw) + casts(shape, p),
     }
 
 
