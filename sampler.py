@@ -94,7 +94,7 @@ class Cache:
 
     @classmethod
     def joined(cls, parts: list[Cache]) -> Cache:
-        """The rows of all parts, one below the other; the parts are emptied, so that it need not exist twice."""
+        """The rows of all parts, one below the other; the parts are emptied: the cache never exists twice."""
         whole = cls(parts[0].room)
         whole.columns = parts[0].columns
         for pairs in zip(*(part.layers for part in parts), strict=True):
