@@ -1,6 +1,7 @@
 """The memory plan: its arithmetic by hand, what autograd really keeps, refusals; slow: measured peaks."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -230,7 +231,7 @@ SIZES = {  # 62 million parameters: 32000 * 512, and 12 layers of 3.8 million
     **{"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
 }
-ROWS, PROMPT, REPLY = 4, 200, 56  # of a micro-batch: 1,024 tokens, 224 of them actions
+ROWS, PROMPT, REPLY = 2, 200, 56  # of a micro-batch: 512 tokens, 112 of them actions
 UPDATE = """
 import json, random, sys
 import peft, torch
@@ -250,7 +251,7 @@ rng = random.Random(0)
 draw = lambda count: [rng.randrange(sizes["vocab_size"]) for _ in range(count)]
 step = lambda: Step(draw(prompt), draw(reply), [0.0] * reply, "", "", True)
 play = lambda won: Trajectory("", "", "", [step(), step()], won, won == 1.0, StopReason.FINISHED)
-groups = [Group(str(g), [play(float(i % 2)) for i in range(4)]) for g in range(2)]
+groups = [Group(str(g), [play(float(i % 2)) for i in range(2)]) for g in range(2)]
 base = Base(Qwen2ForCausalLM(Qwen2Config(**sizes)), SimpleNamespace(pad_id=0), "cpu", checkpointing)
 agent = Policy(base, lora_rank=rank, lora_alpha=64.0, learning_rate=1e-5)
 metrics = rspo.update(agent, groups, [], "outcome", rspo.Config(**settings), random.Random(0))
@@ -260,10 +261,12 @@ print((kilobytes("VmHWM") - after_imports) * 1024)
 
 
 def measured(rank, checkpointing, settings):
-    """The peak of one update in a fresh process, above what its imports take: bytes."""
+    """The peak of one update in a fresh process, above what its imports take: bytes. Tensors have pages of
+    their own there, so that freed ones do not count: glibc's heap would keep those of micro-batches past."""
     given = json.dumps([SIZES, settings, rank, checkpointing, PROMPT, REPLY])
     command, root = [sys.executable, "-W", "ignore", "-c", UPDATE, given], Path(plan.__file__).parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -273,8 +276,8 @@ def measured(rank, checkpointing, settings):
 @pytest.mark.parametrize("rank, checkpointing", [(0, False), (64, True)])
 def test_the_plan_is_within_15_percent_of_the_peak(rank, checkpointing):
     # Two optimizer steps of two micro-batches: the second has moments and gradients beside its activations
-    settings = {"method": "outcome", "tasks_per_step": 2, "group_size": 4, "minibatch_turns": 8}
-    settings |= {"micro_batch_tokens": ROWS * (PROMPT + REPLY)}
+    settings = {"method": "outcome", "tasks_per_step": 2, "group_size": 2, "minibatch_turns": 4}
+    settings |= {"kl_coef": 0.0, "micro_batch_tokens": ROWS * (PROMPT + REPLY)}
     args = flags.Args(
         **settings, lora_rank=rank, dtype="float32", autocast=False, gradient_checkpointing=checkpointing
     )
