@@ -14,7 +14,8 @@ Memory is added up for the moments that can be a run's largest: `rollout` (a tur
     log-probs           hidden states of the action tokens and policy.CHUNK_LOGITS of logits, several times
     slack               SLACK of all that comes and goes, for allocators that cannot use every gap, and on a
                         GPU CONTEXT for its libraries
-In measurements (tests/test_plan.py) the sum lies within 15 % of the peak.
+Measured on a CPU (tests/test_plan.py), the sum of an update lies within 15 % of the peak. Not in it is what
+glibc's heap keeps of freed tensors: without MALLOC_MMAP_THRESHOLD_=65536, up to the activations once more.
 
 Left out: attention that is not fused (it would keep a (B, heads, T, T) block), quantised weights, experts,
 sharding over GPUs, and the environments, which live in the CPU's memory.
