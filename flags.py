@@ -76,6 +76,9 @@ class Args(rspo.Config):
     """AdamW. tiny: 0.99, else 0.999."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the starting model's weights. tiny: float32, else bfloat16."""
+    autocast: bool | None = None
+    """Matrix products of fp32 weights and adapters in bf16; losses and softmaxes stay in fp32. Default: with
+    --dtype bfloat16, where the device computes in bf16 natively."""
     device: str = "auto"
     """auto: a GPU if there is one. Of several ranks each takes its own."""
     gradient_checkpointing: bool = False
@@ -151,6 +154,10 @@ class Args(rspo.Config):
     """With --resume: the checkpoint to go on from, for example step_000012; later ones are removed."""
     eval_only: bool = False
     """Only play the panel: with the policy of the run in --out or, without --out, with --model as it is."""
+    plan: bool = False
+    """Only print the memory that the run will take, by part, and the episodes of a loop; loads no model."""
+    gpu_memory_gb: float | None = None
+    """With --plan: refuse what does not fit in so many GB of 10^9 bytes. Default: the GPU's here, else 80."""
     keep_checkpoints: int = 2
     """Newest checkpoints to keep."""
     threads: int | None = None
@@ -220,7 +227,9 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
 }
-OF_THE_CALL = ("preset", "out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
+OF_THE_CALL = (  # kept out of config.json
+    *("preset", "out", "config", "resume", "resume_from", "eval_only", "plan", "gpu_memory_gb"),
+)
 OF_THE_MACHINE = ("threads", "device", "parallel_episodes", "env_workers", "alfworld_data", "webshop_data")
 WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
     *(*OF_THE_MACHINE, "total_steps", "eval_every", "micro_batch_tokens"),
@@ -261,6 +270,7 @@ def resolve(args: Args, env: Env) -> Args:
     """Give every value that was left None, by model and environment. The only place of these defaults."""
     tiny, full = args.model == "tiny", args.context == "full"
     rank = args.lora_rank if args.lora_rank is not None else 0 if tiny else 64
+    dtype = args.dtype or ("float32" if tiny else "bfloat16")
     of_tiny = TINY.get(args.env, TINY["household"])
     defaults = {
         **of_tiny,
@@ -270,7 +280,8 @@ def resolve(args: Args, env: Env) -> Args:
         "learning_rate": of_tiny["learning_rate"] if tiny else 3e-6 if rank else 1e-6,
         "critic_learning_rate": 1e-3 if tiny else 1e-5,
         "adam_beta2": 0.99 if tiny else 0.999,
-        "dtype": "float32" if tiny else "bfloat16",
+        "dtype": dtype,
+        "autocast": dtype == "bfloat16" and (args.plan or native_bf16(args.device)),
         "max_turns": env.step_limit,
         "eval_splits": env.eval_splits[:1],
         "max_prompt_tokens": (of_tiny["max_prompt_tokens"] if tiny else 2048) * (4 if full else 1),
@@ -282,6 +293,14 @@ def resolve(args: Args, env: Env) -> Args:
         "reward_model_lr": 1e-3 if tiny else 1e-5,
     }
     return dataclasses.replace(args, **{k: v for k, v in defaults.items() if getattr(args, k) is None})
+
+
+def native_bf16(device: str) -> bool:
+    """Whether bf16 is faster there than fp32. CPUs without the instructions emulate it, many times slower."""
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
 
 
 def unresolved(args: Args) -> Args:
@@ -321,6 +340,8 @@ def has_expert(env: Env) -> bool:
 def prepare(argv: list[str]) -> tuple[Args, Path | None]:
     """The complete flags, and the checkpoint that the run goes on from, if it does. Raises UsageError."""
     args = parse(argv)
+    if args.plan and args.model != "tiny":
+        return resolve(args, env_class(args.env)), None  # games need not be at hand to plan
     env = environment(args)
     args = resolve(args, env)
     check(args, env)

@@ -37,7 +37,9 @@ from buffer import Batch, Row, Trajectory, micro_batches, rows_of
 from envs import Corpus
 
 TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
-CHUNK_LOGITS = 2**26  # elements of one (chunk, V) block of logits: 256 MB in fp32
+CHUNK_LOGITS = (
+    2**23
+)  # elements of one (chunk, V) block of logits: 32 MB in fp32, of which six are alive at once
 
 
 # --- text to tokens and back ----------------------------------------------------------------------
@@ -251,22 +253,42 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def recompute_layers(model) -> None:
+    """Prepare a model's layers for `recomputing`."""
+    enable = "activation_checkpointing_enable"  # renamed within transformers 5
+    enable = enable if hasattr(model, enable) else "gradient_checkpointing_enable"
+    getattr(model, enable)({"use_reentrant": False})
+
+
+@contextlib.contextmanager
+def recomputing(model, wanted: bool):
+    """Forward passes in here keep the inputs of layers alone, and backward computes the rest again."""
+    wanted = wanted and torch.is_grad_enabled()
+    if wanted:
+        model.train()  # layers checkpoint only in this mode, which changes nothing else: dropout is 0
+    yield
+    if wanted:
+        model.eval()
+
+
 class Base:
     """The starting model on its device, its chat format, and the adapters or copies that agents train."""
 
-    def __init__(self, model, chat: Chat, device="cpu", gradient_checkpointing=False, changed=False):
+    def __init__(
+        self, model, chat: Chat, device="cpu", gradient_checkpointing=False, changed=False, autocast=None
+    ):
+        """autocast: matrix products in bf16, whatever the weights are stored in; None: those of a bf16 model
+        alone, also where they are trained and so kept in fp32. Losses and softmaxes are fp32 always."""
         self.model, self.chat, self.device = model.to(device).eval(), chat, torch.device(device)
         self.config = model.config.get_text_config()
         self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 2**30
         self.reference = None  # full weights: the frozen copy; LoRA needs none
         self.peft, self.active = None, None  # LoRA: peft's wrapper, and which adapter is on (None: none)
-        self.autocast = False  # weights that are trained stay in fp32; those of a bf16 model are used in bf16
+        self.autocast, self._as_stored = bool(autocast), autocast is None
         self.changed = changed  # it is not what its name_or_path holds: save it to be able to load it again
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            enable = "activation_checkpointing_enable"  # renamed within transformers 5
-            enable = enable if hasattr(self.model, enable) else "gradient_checkpointing_enable"
-            getattr(self.model, enable)({"use_reentrant": False})
+            recompute_layers(self.model)
         takes = inspect.signature(model.get_decoder().forward).parameters
         self._cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed within transformers 5
         self._check_head()
@@ -275,7 +297,8 @@ class Base:
         """Log-probs are made from output_layer(decoder(ids)): refuse a model that does more than that."""
         ids = torch.arange(8, device=self.device)[None] % self.config.vocab_size
         with torch.no_grad():
-            logits = self.model(input_ids=ids).logits.float()
+            with self._precision():
+                logits = self.model(input_ids=ids).logits.float()
             ours = self.logits(self.model, self.hidden(self.model, ids))
         if logits.isnan().any():
             raise ValueError(
@@ -311,12 +334,8 @@ class Base:
             mask = None
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+        with recomputing(model, self.gradient_checkpointing):
             return self.hidden(model, ids, mask, positions)
-        model.train()  # layers checkpoint only in this mode, which changes nothing else: dropout is 0
-        hidden = self.hidden(model, ids, mask, positions)
-        model.eval()
-        return hidden
 
     def states(self, model, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What predicts the action tokens (N, D), and these tokens' places: rows (N,) and columns (N,)."""
@@ -328,7 +347,7 @@ class Base:
         """[log-probs] or [log-probs, entropy] at the action tokens (B, T)."""
         states, places = self.states(model, batch)
         logits_of = functools.partial(self.logits, model)
-        chunk = max(64, CHUNK_LOGITS // self.config.vocab_size)
+        chunk = chunk_of(self.config.vocab_size)
         scores = token_logprobs(logits_of, states, batch.input_ids[places], temperature, chunk, with_entropy)
         return [put(values, places, batch) for values in scores]
 
@@ -336,7 +355,7 @@ class Base:
         """Before full weights are trained: an update of 1e-6 is below the resolution of bf16."""
         if self.model.dtype == torch.bfloat16:
             cast(self.model, torch.float32)
-            self.autocast = True
+            self.autocast = self.autocast or self._as_stored
 
     def attach(self, name: str, lora_rank: int, lora_alpha: float, seed: int):
         """What an agent runs and its parameters by name: a new adapter, or at rank 0 a copy of the start."""
@@ -407,6 +426,7 @@ def load_base(
     dtype: str = "float32",
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
+    autocast: bool | None = None,
 ) -> Base:
     """`model`: a folder, a hub id, or "tiny": a Qwen2 of the given sizes over the environment's `vocabulary`.
 
@@ -425,7 +445,7 @@ def load_base(
     eos = getattr(lm.generation_config, "eos_token_id", None)
     chat = Chat(tokenizer, eos if isinstance(eos, list) else [] if eos is None else [eos])
     changed = model == "tiny" or (Path(model) / "adapter_config.json").exists()
-    return Base(lm, chat, device, gradient_checkpointing, changed)
+    return Base(lm, chat, device, gradient_checkpointing, changed, autocast)
 
 
 def _tiny_model(vocabulary, d_model, layers, heads, intermediate, max_length, seed):
@@ -489,6 +509,11 @@ def _load_tokenizer(model: str):
 
 
 # --- log-probs ------------------------------------------------------------------------------------
+
+
+def chunk_of(vocabulary: int) -> int:
+    """Tokens whose logits are computed at a time."""
+    return max(64, CHUNK_LOGITS // vocabulary)
 
 
 def token_logprobs(
@@ -764,7 +789,7 @@ def warm_start(
     that is shuffled anew when all were seen. The learning rate rises and falls. Returns the losses."""
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
     rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
-    rng, order, dtype = random.Random(seed), [], base.model.dtype
+    rng, order, dtype, autocast = random.Random(seed), [], base.model.dtype, base.autocast
     base.fp32()
     parameters = list(base.model.requires_grad_(True).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
@@ -791,5 +816,5 @@ def warm_start(
         losses.append(total)
         progress(update, total)
     cast(base.model.requires_grad_(False), dtype)
-    base.autocast, base.changed = False, True
+    base.autocast, base.changed = autocast, True
     return losses

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import distributed
 from buffer import Batch, Group, Row, Trajectory, micro_batches, rows_of
-from policy import Base, Chat, cast, load_base, rise_and_fall
+from policy import Base, Chat, cast, load_base, recompute_layers, recomputing, rise_and_fall
 
 CHANCE_AUC = 0.6  # a fit with less has learned too little
 
@@ -75,11 +75,12 @@ class StepRewardModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         micro_batch_tokens: int = 8192,
+        gradient_checkpointing: bool = False,
         seed: int = 0,
     ):
         """backbone: an HF model without its output layer. own_tokenizer: it reads `step_text`, with `chat`;
         else `chat` is the policy's. dtype: what it computes in. micro_batch_tokens: padded tokens per forward
-        pass."""
+        pass. gradient_checkpointing: the fit recomputes layers instead of keeping what is inside them."""
         super().__init__()
         width = backbone.config.get_text_config().hidden_size
         self.backbone = backbone
@@ -90,7 +91,9 @@ class StepRewardModel(nn.Module):
         nn.init.zeros_(self.head[2].weight)  # all scores start at 0
         nn.init.zeros_(self.head[2].bias)
         self.chat, self.own_tokenizer, self.dtype = chat, own_tokenizer, dtype
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens, self.gradient_checkpointing = micro_batch_tokens, gradient_checkpointing
+        if gradient_checkpointing:
+            recompute_layers(backbone)
         self.report: dict = {}  # of the fit
         self.to(device)
         self._freeze()
@@ -135,7 +138,10 @@ class StepRewardModel(nn.Module):
         """r_t of the batch's steps (S,), row by row and span by span   (Eq. 5)"""
         last_tokens = [(b, end - 1) for b, row in enumerate(batch.rows) for _, _, end in row.spans]
         rows, columns = torch.tensor(last_tokens, device=self.device).unbind(1)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with (
+            torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
+            recomputing(self.backbone, self.gradient_checkpointing),
+        ):
             hidden = self.backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         return torch.tanh(self.head(hidden[rows, columns].float())[:, 0])
 

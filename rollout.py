@@ -323,7 +323,10 @@ class World:
             )
 
         self.sampler.reset()
-        return self._play(answer, specs)
+        try:
+            return self._play(answer, specs)
+        finally:
+            self.sampler.reset()  # an update needs the cache's memory
 
     def _play(
         self, answer: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]

@@ -45,6 +45,9 @@ class Sampler(Protocol):
         """Forget all that is cached."""
 
 
+PREFILL_TOKENS = (
+    2**14
+)  # of prompts that are read at once; what a model holds of more would outweigh the cache
 HIDDEN = -1e9  # added to the attention score of a column that must not be seen
 
 
@@ -71,10 +74,10 @@ class Cache:
         return keys[:, :, :end], values[:, :, :end]
 
     def grow(self, layer: int, end: int) -> None:
-        """Have room for `end` columns, by doubling."""
+        """Have room for `end` columns, and for `room` more."""
         for i, buffer in enumerate(self.layers[layer]):
             if buffer.shape[2] < end:
-                more = max(end, 2 * buffer.shape[2]) - buffer.shape[2]
+                more = end + self.room - buffer.shape[2]
                 self.layers[layer][i] = torch.nn.functional.pad(buffer, (0, 0, 0, more))
 
     def take(self, rows: Tensor, columns: Tensor | None = None) -> Cache:
@@ -88,6 +91,17 @@ class Cache:
                 pair = [x.gather(2, places.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair]
             taken.layers.append(pair)
         return taken
+
+    @classmethod
+    def joined(cls, parts: list[Cache]) -> Cache:
+        """The rows of all parts, one below the other; the parts are emptied: the cache never exists twice."""
+        whole = cls(parts[0].room)
+        whole.columns = parts[0].columns
+        for pairs in zip(*(part.layers for part in parts), strict=True):
+            whole.layers.append([torch.cat(buffers) for buffers in zip(*pairs, strict=True)])
+            for pair in pairs:
+                pair.clear()
+        return whole
 
     def put_back(self, rows: Tensor, taken: Cache) -> None:
         """Give these rows the columns that were added to `taken`, which is a cache of theirs."""
@@ -151,6 +165,7 @@ class KVSampler:
                 keep = live.nonzero()[:, 0]
                 parents.append((cache, keep))
                 cache, live = cache.take(keep), live[keep]
+                cache.room = max_tokens - step - 2  # all that may still come after the next token
                 rows, token, positions, real = (x[keep] for x in (rows, token, positions, real))
             real = torch.nn.functional.pad(real, (0, 1), value=True)
             mask = hide(real[:, None], model)
@@ -193,15 +208,23 @@ class KVSampler:
         ends = torch.tensor(list(map(len, new)), device=device)
         columns = torch.arange(width, device=device)
         self._real = torch.cat([self._real, columns < ends[:, None]], dim=1)
-        if self._cache.columns == 0:  # padded on the right: causality alone keeps the padding out of sight
-            hidden = policy.hidden(ids, cache=self._cache)
-        else:
-            seen = torch.arange(self._real.shape[1], device=device) <= self._cache.columns + columns[:, None]
-            mask = hide(self._real[:, None] & seen, policy.activate())
-            positions = counts[:, None] + torch.minimum(columns, ends[:, None] - 1)
-            hidden = policy.hidden(ids, mask, positions, self._cache)
-        self._cache.columns += width
-        return hidden[torch.arange(len(new), device=device), ends - 1]
+        groups = torch.arange(len(new), device=device).split(max(1, PREFILL_TOKENS // width))
+        parts = [self._cache] if len(groups) == 1 else [self._cache.take(rows) for rows in groups]
+        states = []
+        for rows, part in zip(groups, parts, strict=True):
+            if part.columns == 0:  # padded on the right: causality alone keeps the padding out of sight
+                hidden = policy.hidden(ids[rows], cache=part)
+            else:
+                real = self._real[rows]
+                seen = torch.arange(real.shape[1], device=device) <= part.columns + columns[:, None]
+                mask = hide(real[:, None] & seen, policy.activate())
+                positions = counts[rows, None] + torch.minimum(columns, ends[rows, None] - 1)
+                hidden = policy.hidden(ids[rows], mask, positions, part)
+            part.columns += width
+            states.append(hidden[torch.arange(len(rows), device=device), ends[rows] - 1])
+        if len(parts) > 1:
+            self._cache = Cache.joined(parts)
+        return torch.cat(states)
 
     def _reusable(self, prompts: list[list[int]], slots: list[int]) -> list[int | None]:
         """For each prompt the cached row of its slot, if the prompt extends its tokens."""

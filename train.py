@@ -41,10 +41,11 @@ from tqdm import tqdm
 
 import checkpoint
 import distributed
+import plan
 import report
 import rspo
 from buffer import Group, ReplayBuffer, Trajectory
-from flags import Args, UsageError, config_text, env_maker, prepare
+from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
 from rollout import Dialogue, World
 
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
@@ -90,6 +91,7 @@ def load_start(args: Args, folder: Path | None):
             dtype=args.dtype,
             device=device_of(args),
             gradient_checkpointing=args.gradient_checkpointing,
+            autocast=args.autocast,
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -197,8 +199,10 @@ def make_policy(args: Args, base):
 
 
 def about_step_rewards(args: Args, base) -> dict:
-    dtype = getattr(torch, args.dtype)
-    return {"dtype": dtype, "device": base.device, "micro_batch_tokens": args.micro_batch_tokens}
+    return {
+        **{"dtype": getattr(torch, args.dtype), "device": base.device},
+        **{name: getattr(args, name) for name in ("micro_batch_tokens", "gradient_checkpointing")},
+    }
 
 
 def named_step_rewards(args: Args, base):
@@ -255,6 +259,7 @@ def make_step_rewards(args: Args, made: Path, base, episodes: list[Trajectory], 
     except ValueError as error:  # too few episodes, or too long for the backbone
         raise UsageError(str(error)) from None
     checkpoint.write_folder(made, model.save)
+    model.to("cpu")  # whoever still holds it: what scores is loaded from there
 
 
 def fit_step_rewards(args: Args, model, episodes: list[Trajectory]) -> None:
@@ -440,6 +445,12 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
 
 
 def set_up(args: Args) -> None:
+    if args.dtype == "bfloat16" and not native_bf16(args.device):
+        say(
+            "this device has no native bf16 and emulates it, many times slower: "
+            + ("--autocast True was asked for" if args.autocast else "trained weights are computed in fp32")
+            + "; --dtype float32 is faster here"
+        )
     torch.set_num_threads(max(1, args.threads // distributed.local_world_size()))
     if (device := torch.device(device_of(args))).index is not None:
         torch.cuda.set_device(device)
@@ -581,13 +592,43 @@ def flags_of(argv: list[str]) -> tuple[Args, Path | None]:
         raise
 
 
+def show_plan(args: Args) -> None:
+    """Print the memory and the episodes that these flags ask for. Raises UsageError if it cannot fit."""
+
+    def shape(flag: str, model: str) -> plan.Shape:
+        try:
+            return plan.shape_of(model)
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"--{flag} {model}: {error}") from None
+
+    if args.model == "tiny":
+        from policy import tiny_tokenizer
+
+        words, heads = len(tiny_tokenizer(env_maker(args)().vocabulary)), args.tiny_heads
+        model = plan.qwen(args.tiny_width, 2 * args.tiny_width, args.tiny_layers, heads, heads, words)
+    else:
+        model = shape("model", args.model)
+    backbone = None
+    if args.uses_dense_reward:
+        flag = "reward_model" if args.reward_model else "reward_model_backbone"
+        backbone = shape(flag, getattr(args, flag)) if getattr(args, flag) else model
+    capacity = args.gpu_memory_gb or (
+        torch.cuda.get_device_properties(0).total_memory / plan.GB if torch.cuda.is_available() else 80
+    )
+    say(plan.text(args, model, backbone, capacity * plan.GB))
+    if why := plan.refusal(args, lambda args: plan.moments(args, model, backbone), capacity * plan.GB):
+        raise UsageError(why)
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         join()
         args, newest = flags_of(argv)
         distributed.wait()  # nobody makes a folder while others still look whether it is there
-        if args.eval_only:
+        if args.plan:
+            show_plan(args)
+        elif args.eval_only:
             evaluate_only(args, newest)
         else:
             run(args, newest, argv)

@@ -4,6 +4,9 @@ import datetime
 import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -518,6 +521,66 @@ def test_micro_batches_do_not_change_the_gradient(rank):
     torch.testing.assert_close(gradients[1], gradients[2], atol=1e-6, rtol=1e-4)
 
 
+MEMORY_OF_LOG_PROBS = """
+import torch, policy
+torch.set_num_threads(1)
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+generator = torch.Generator().manual_seed(0)
+vocabulary, width, count = 151_936, 896, 2048
+output = torch.randn(vocabulary, width, generator=generator).mul_(0.05)
+hidden = torch.randn(count, width, generator=generator)
+targets = torch.randint(vocabulary, (count,), generator=generator)
+logits_of = lambda hidden: torch.nn.functional.linear(hidden, output)
+
+def both(hidden, targets, chunk):
+    hidden = hidden.clone().requires_grad_()
+    scores = policy.token_logprobs(logits_of, hidden, targets, 0.9, chunk, with_entropy=True)
+    (scores[0].sum() - 0.01 * scores[1].sum()).backward()
+    return [scores[0].detach(), scores[1].detach(), hidden.grad]
+
+chunk = policy.chunk_of(vocabulary)
+both(hidden[:2], targets[:2], chunk)
+before = kilobytes("VmRSS")
+got = both(hidden, targets, chunk)
+print((kilobytes("VmHWM") - before) * 1024 / 1e9)
+hidden = hidden[:256].clone().requires_grad_()
+logprobs = (logits_of(hidden) / 0.9).log_softmax(-1)
+entropy = -(logprobs.exp() * logprobs).sum(-1)
+logprobs = logprobs[torch.arange(256), targets[:256]]
+(logprobs.sum() - 0.01 * entropy.sum()).backward()
+print(max(float((a[:256] - b).abs().max()) for a, b in zip(got, [logprobs, entropy, hidden.grad])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its memory from /proc")
+def test_log_probs_over_a_large_vocabulary_take_little_memory():
+    command = [sys.executable, "-c", MEMORY_OF_LOG_PROBS]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
+    )
+    gigabytes, gap = map(float, done.stdout.split())
+    assert gigabytes < 0.3  # all logits and their softmax at once: 2048 * 151936 * 4 bytes * 2 = 2.5 GB
+    assert gap < 1e-5
+
+
+def test_gradient_checkpointing_keeps_the_inputs_of_layers_alone():
+    kept = []
+    for checkpointing in (False, True):
+        learner, sizes = agent(tiny(gradient_checkpointing=checkpointing, layers=4)), {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.update({x.untyped_storage().data_ptr(): x.numel()}) or x, lambda x: x
+        ):
+            scores = learner.logprobs(BATCH)[0]
+        own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
+        kept.append(sum(size for place, size in sizes.items() if place not in own))
+        del scores
+    assert kept[1] < kept[0] / 3
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_gradient_checkpointing_changes_nothing(rank):
     results = []
@@ -785,6 +848,39 @@ def test_full_weights_of_a_bf16_model_are_kept_in_fp32():
         (before[key] != value).any() for key, value in policy.state_dict().items() if key.startswith("weight")
     ]
     assert all(changed)  # 1e-6 is far below the resolution of bf16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_autocast_computes_in_bf16_but_scores_and_losses_stay_in_fp32(rank, dtype):
+    from losses import clipped_surrogate, kl_to_reference, masked_mean
+
+    exact = agent(tiny(), rank, critic_learning_rate=1e-2).logprobs(BATCH)[0].detach()
+    learner = agent(tiny(dtype=dtype, autocast=True), rank, critic_learning_rate=1e-2)
+    (logprobs, entropy), mask = learner.logprobs(BATCH, with_entropy=True), BATCH.action_mask
+    gap = (logprobs.detach() - exact)[mask].abs().mean()
+    assert 0 < gap < 0.05
+    advantages = torch.where(mask, 1.0, 0.0)
+    old = exact + 0.1 * mask
+    loss = clipped_surrogate(logprobs, old, old, advantages, mask, 0.2)
+    loss = loss + 0.01 * kl_to_reference(logprobs, learner.reference_logprobs(BATCH), mask) - 0.001 * entropy
+    loss = masked_mean(loss, mask, mask.sum())
+    values = learner.critic.values(BATCH)
+    assert {x.dtype for x in (logprobs, entropy, loss, values)} == {torch.float32}
+    (loss + (values - 1).pow(2).mean()).backward()
+    gradients = [p.grad for p in learner.parameters if p.grad is not None]
+    assert gradients and all(g.isfinite().all() and g.dtype == torch.float32 for g in gradients)
+
+
+def test_autocast_follows_the_weights_unless_it_is_said():
+    def of(rank, **settings):
+        return agent(tiny(**settings), rank).base.autocast
+
+    assert [of(0), of(0, dtype="bfloat16"), of(4, dtype="bfloat16")] == [False, True, False]
+    assert not of(0, dtype="bfloat16", autocast=False) and of(4, dtype="bfloat16", autocast=True)
+    base = tiny(dtype="bfloat16", autocast=True)
+    warm_start(base, [episode(2)], updates=1, turns_per_update=2, learning_rate=0.1)
+    assert base.autocast
 
 
 def test_rotary_frequencies_are_never_rounded():

@@ -69,6 +69,19 @@ def magic(words, rng):
     return words.count("magic") > 0
 
 
+def test_gradient_checkpointing_does_not_change_the_fit():
+    reports = []
+    for checkpointing in (False, True):
+        model = reward_model_of(gradient_checkpointing=checkpointing)
+        episodes = random_episodes(model.chat, 12)
+        loss = {"epochs": 1, "batch_episodes": 6, "learning_rate": 1e-2}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it has learned little
+            reports.append(model.fit(episodes, **loss)["mse"])
+        assert not any(module.training for module in model.modules())
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5)
+
+
 # --- the score and where it is read
 
 

@@ -289,3 +289,12 @@ def test_demonstrations_need_an_expert():
 def test_demonstration_i_is_the_same_however_many_are_asked_for():
     few, many = (toy_world().demonstrations(n, 0.5, 0.2) for n in (3, 9))
     assert [episode.to_dict() for episode in few] == [episode.to_dict() for episode in many[:3]]
+
+
+def test_the_cache_is_given_up_before_an_update():
+    world, events = toy_world(), []
+    sample = world.sampler.sample
+    world.sampler.reset = lambda: events.append("reset")
+    world.sampler.sample = lambda *args, **named: events.append("sample") or sample(*args, **named)
+    world.collect(ToyPolicy(), 1)
+    assert events == ["reset", "sample", "sample", "sample", "reset"]  # three doors

@@ -215,6 +215,24 @@ def test_only_new_tokens_are_prefilled():
     assert [reply.token_ids for reply in again] == [reply.token_ids for reply in fresh]
 
 
+def test_prompts_may_be_read_in_parts(monkeypatch):
+    def two_turns():
+        policy, sampler = make(), KVSampler()
+        meter, prompts = Meter(policy), prompts_of(5)
+        replies = sample(policy, prompts, sampler)
+        later = follow(policy, prompts, replies)
+        meter.calls.clear()
+        return replies + sample(policy, later, sampler, seed=1), meter.calls[0][0]
+
+    whole, rows = two_turns()
+    monkeypatch.setattr("sampler.PREFILL_TOKENS", 8)
+    parts, fewer = two_turns()
+    assert rows == 5 and fewer < 5
+    assert [reply.token_ids for reply in parts] == [reply.token_ids for reply in whole]
+    for part, reply in zip(parts, whole, strict=True):
+        assert part.logprobs == pytest.approx(reply.logprobs, abs=1e-5)
+
+
 def test_finished_rows_leave_the_batch():
     policy = make()
     meter = Meter(policy)
@@ -299,6 +317,31 @@ def test_cache_grows_takes_and_gives_back():
     keys, values = (x[:, 0, :6, 0].tolist() for x in cache.layers[0])
     assert keys == [[0.0, 2.0, 4.0, 0.0, 0.0, 0.0], [6.0, 8.0, 10.0, 1.0, 2.0, 3.0]]
     assert values == [[100.0, 102.0, 104.0, 0.0, 0.0, 0.0], [106.0, 108.0, 110.0, -1.0, -2.0, -3.0]]
+
+
+def test_a_cache_grows_by_the_room_that_is_asked_for():
+    cache = Cache(room=4)
+    cache.update(torch.zeros(2, 1, 3, 2), torch.zeros(2, 1, 3, 2), 0)
+    cache.columns = 3
+    half = cache.take(torch.tensor([1]))
+    half.room = 2
+    half.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
+    # 3 columns and 4 to come; 3, the new one and 2 to come
+    assert [c.layers[0][0].shape[2] for c in (cache, half)] == [7, 6]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_what_is_sampled_under_autocast_is_scored_alike(rank):
+    policy, sampler = make(rank, autocast=True), KVSampler()
+    prompts = prompts_of(4)
+    replies = sample(policy, prompts, sampler)
+    later = follow(policy, prompts, replies)  # with a mask and a cache
+    gaps = [
+        abs(a - b)
+        for prompt, reply in zip(later, sample(policy, later, sampler), strict=True)
+        for a, b in zip(reply.logprobs, scored(policy, prompt, reply), strict=True)
+    ]
+    assert sum(gaps) / len(gaps) < 0.1  # as far apart as bf16 puts two ways to add up the same
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ ORDER = [
     ],
     *["alfworld_player", "webshop_player"],
     *["envs", "sampler", "policy"],
-    *["reward_model", "pool", "rollout", "rspo", "checkpoint", "report", "flags", "train"],
+    *["reward_model", "pool", "rollout", "rspo", "checkpoint", "plan", "report", "flags", "train"],
     *["reproduce", "bench"],
 ]
 FILES = [name for name in ORDER if (ROOT / f"{name}.py").exists()]

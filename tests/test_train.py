@@ -176,6 +176,19 @@ def test_what_is_left_open_is_resolved_by_model():
     assert flags.resolve(Args(learning_rate=1.0, lora_rank=8), env).learning_rate == 1.0
 
 
+def test_bf16_arithmetic_is_on_where_the_weights_and_the_device_have_it(monkeypatch):
+    def resolved(able, **given):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(able, True))
+        return flags.resolve(Args(device="cpu", **given), make_env("household")).autocast
+
+    assert resolved(["avx512_bf16"], model="some/model") is True
+    assert resolved(["avx2"], model="some/model") is False  # emulated there
+    assert resolved(["avx512_bf16"], model="some/model", dtype="float32") is False
+    assert resolved(["avx512_bf16"]) is False  # the tiny model is fp32
+    assert resolved(["avx2"], autocast=True) is True  # as one likes
+    assert resolved(["avx2"], model="some/model", plan=True) is True  # planned for a GPU
+
+
 def test_config_json_holds_every_value_and_gives_the_run_again(tmp_path):
     env = make_env("household")
     args = flags.resolve(Args(method="outcome", seed=7, gigpo_std=False, learning_rate=2e-3), env)

@@ -1,0 +1,286 @@
+"""The memory plan: its arithmetic by hand, what autograd really keeps, refusals; slow: measured peaks."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+import flags
+import plan
+import policy as policy_module
+import train
+from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
+from plan import GB, KNOWN, Precision
+from policy import Base, Policy
+
+torch.set_num_threads(1)
+SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
+
+
+def args_of(*argv):
+    args, _ = flags.prepare(["--plan", *argv])
+    return args
+
+
+PAPER = ("--preset", "paper-alfworld", "--model", "Qwen/Qwen2.5-7B-Instruct")
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def test_parameters_are_those_that_the_models_are_known_to_have():
+    counts = {name.split("/")[1]: shape.parameters for name, shape in KNOWN.items()}
+    assert counts == {
+        "Qwen2.5-0.5B-Instruct": 494_032_768,
+        "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+        "Qwen2.5-3B-Instruct": 3_085_938_688,
+        "Qwen2.5-7B-Instruct": 7_615_616_512,
+        "Llama-3.2-1B-Instruct": 1_235_814_400,
+        "Llama-3.2-3B-Instruct": 3_212_749_824,
+        "SmolLM2-135M-Instruct": 134_515_008,
+        "SmolLM2-360M-Instruct": 361_821_120,
+        "SmolLM2-1.7B-Instruct": 1_711_376_384,
+    }
+
+
+def test_a_rank_64_adapter_of_the_7b_model():
+    # in + out of q 3584 + 3584, k and v 3584 + 512 each, o 3584 + 3584, gate, up and down 3584 + 18944 each:
+    # 7168 + 2 * 4096 + 7168 + 3 * 22528 = 90112; times 28 layers, times rank 64
+    assert SEVEN.adapter(64) == 90_112 * 28 * 64 == 161_480_704
+
+
+def small(kind="qwen2", **more):
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    config, model = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
+    sizes = {"vocab_size": 331, "hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    torch.manual_seed(0)
+    return model(config(**sizes, **more))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folders_shape_counts_its_models_parameters(kind, tied, tmp_path):
+    model = small(kind, tie_word_embeddings=tied)
+    model.config.save_pretrained(tmp_path)  # no weights
+    shape = plan.shape_of(str(tmp_path))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.backbone == sum(p.numel() for p in model.get_decoder().parameters())
+    agent = Policy(Base(model, SimpleNamespace(pad_id=0)), lora_rank=8)
+    assert shape.adapter(8) == sum(p.numel() for p in agent.parameters)
+    (tmp_path / "adapter").mkdir()
+    base = json.dumps({"base_model_name_or_path": str(tmp_path)})
+    (tmp_path / "adapter" / "adapter_config.json").write_text(base)
+    assert plan.shape_of(str(tmp_path / "adapter")) == shape
+
+
+def test_a_shape_that_cannot_be_known_is_named(tmp_path, monkeypatch):
+    def offline(*_, **__):
+        raise OSError("offline")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
+    with pytest.raises(ValueError, match="some-org/model is not known.*offline.*Qwen2.5-7B"):
+        plan.shape_of("some-org/model")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="'gpt2'.*qwen2"):
+        plan.shape_of(str(tmp_path))
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def test_the_7b_models_parts_by_hand():
+    args = args_of(*PAPER)
+    parts = plan.update(args, SEVEN, tokens=8192, actions=1024)
+    assert parts["weights"] == 7_615_616_512 * 2  # 15.2 GB of bf16
+    assert parts["adapters"] == 2 * 161_480_704 * 4  # A and B, fp32
+    assert parts["optimizer"] == 2 * 161_480_704 * 8  # two moments of each
+    assert parts["gradients"] == 161_480_704 * 4  # of the one that is trained
+    # hidden states and their gradient 2 * 1024 * 3584 * 2 bytes; 6.5 blocks of 64 * 152064 * 4 bytes
+    assert parts["log-probs"] == 14_680_064 + 253_034_496
+    # keys and values: 28 layers * 2 * 512 * 2 bytes
+    assert plan.kv_token(SEVEN, plan.precision(args)) == 57_344
+    # 128 episodes of 2048 + 512 tokens, twice
+    assert plan.rollout(args, SEVEN)["KV cache"] == 2 * 128 * 2560 * 57_344
+
+
+def test_full_weights_are_copies_and_ppo_has_critics():
+    args = args_of(*PAPER, "--lora_rank", "0", "--algo", "ppo")
+    parts = plan.agents(args, SEVEN)
+    assert parts["weights"] == 4 * 7_615_616_512  # the reference
+    assert parts["trained copies"] == 2 * 4 * 7_615_616_512
+    assert parts["optimizer"] == 2 * 8 * 7_615_616_512
+    assert parts["critics and their optimizer"] == 2 * 12 * (7_615_616_512 + 3_585)
+    alone = args_of(*PAPER, "--lora_rank", "0", "--method", "outcome")
+    assert plan.agents(alone, SEVEN)["trained copies"] == 4 * 7_615_616_512
+
+
+def test_a_loop_of_the_paper_by_hand():
+    # 14 on-policy tasks of 8 in each of 3 + 3 updates, 28 tasks of 8 for the buffer; 2 tasks of 8 replayed
+    assert plan.loop(args_of(*PAPER)) == {
+        "loops": 50,
+        "updates": 6,
+        "episodes": 6 * 112 + 224,
+        "replayed episodes": 48,
+        "turns": 896 * 50,
+        "sampled tokens": 896 * 50 * 512,
+        "prompt tokens": 896 * 50 * 2048,
+        "trained turns": (672 + 48) * 50,
+    }
+    ppo = plan.loop(args_of(*PAPER, "--algo", "ppo", "--method", "outcome"))
+    assert (ppo["updates"], ppo["episodes"], ppo["replayed episodes"]) == (3, 3 * 128, 0)
+
+
+def batch_of(rows, prompt, reply, vocab=331):
+    rng = random.Random(0)
+
+    def episode():
+        prompt_ids, reply_ids = ([rng.randrange(vocab) for _ in range(n)] for n in (prompt, reply))
+        step = Step(prompt_ids, reply_ids, [0.0] * reply, "", "", True)
+        return Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)
+
+    return pad_rows([row for _ in range(rows) for row in rows_of(episode())], 0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("rank, dtype", [(0, "float32"), (8, "float32"), (8, "bfloat16")])
+def test_activations_are_the_bytes_that_autograd_keeps(rank, dtype, autocast):
+    model = small()
+    policy_module.cast(model, getattr(torch, dtype))
+    base = Base(model, SimpleNamespace(pad_id=0), autocast=autocast)
+    agent, batch = Policy(base, lora_rank=rank), batch_of(rows=2, prompt=60, reply=41)
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), x)  # x: or its place might be taken by another
+        return x
+
+    agent.activate()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        states = base.read(model, batch)
+    shape = plan._read(model.config.to_dict(), "small")
+    precision = Precision(rank, 4 if dtype == "float32" else 2, autocast)
+    expected, _ = plan.backward(shape, precision, tokens=2 * 100, checkpointing=False)
+    expected -= states.numel() * states.element_size()  # the result itself
+    if autocast and dtype == "float32":
+        expected -= 2 * 331 * 64  # the output layer's cast, which log-probs need
+    assert sum(size for size, _ in kept.values()) == pytest.approx(expected, rel=0.03)
+
+
+# --- what --plan says -----------------------------------------------------------------------------
+
+
+def test_the_plan_is_printed_without_weights_or_games(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train.main(["--plan", *PAPER])  # within 80 GB
+    out = capsys.readouterr().out
+    assert "7,615,616,512 parameters" in out and "161,480,704" in out and "15.23" in out
+    assert "896 episodes played and 48 replayed" in out
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--plan", *PAPER, "--no-gradient_checkpointing", "--parallel_episodes", "256"])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and err.count("\n") == 1
+    assert err.startswith("error: --gpu_memory_gb 80: the rollout needs ")
+    assert err.endswith("it fits with --parallel_episodes 128 --gradient_checkpointing\n")
+
+
+def refused(*argv, gb=80.0):
+    args = args_of("--method", "outcome", *argv)
+    shape = KNOWN[args.model]
+    return plan.refusal(args, lambda args: plan.moments(args, shape, None), gb * GB)
+
+
+def test_a_refusal_lowers_what_costs_least():
+    seven = ("--preset", "paper-webshop", "--model", "Qwen/Qwen2.5-7B-Instruct", "--parallel_episodes", "4")
+    assert refused(*seven) is None
+    without = ("--no-gradient_checkpointing", "--micro_batch_tokens", "16384")
+    assert refused(*seven, *without).endswith("it fits with --gradient_checkpointing")
+    many = (*seven[:-1], "1024", *without)
+    assert "--parallel_episodes" in refused(*many) and "--gradient_checkpointing" in refused(*many)
+    assert "no flag makes it fit" in refused(*seven, gb=12)
+    full = refused(*seven, "--lora_rank", "0")  # 7.6e9 * (4 reference + 4 + 8 A + 4 gradients) = 152 GB
+    assert "--lora_rank 64" in full
+
+
+def test_the_tiny_model_has_a_plan(capsys):
+    train.main(["--plan", "--gpu_memory_gb", "16"])
+    assert "warm start" in capsys.readouterr().out
+
+
+def test_a_model_of_unknown_shape_is_a_usage_error(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--plan", "--preset", "paper-alfworld", "--model", str(tmp_path)])
+    assert stopped.value.code == 2 and f"--model {tmp_path}: " in capsys.readouterr().err
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+SIZES = {  # 62 million parameters: 32000 * 512, and 12 layers of 3.8 million
+    **{"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+ROWS, PROMPT, REPLY = 2, 200, 56  # of a micro-batch: 512 tokens, 112 of them actions
+UPDATE = """
+import json, random, sys
+import peft, torch
+from types import SimpleNamespace
+from transformers import Qwen2Config, Qwen2ForCausalLM
+import rspo
+from buffer import Group, Step, StopReason, Trajectory
+from policy import Base, Policy
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+sizes, settings, rank, checkpointing, prompt, reply = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+after_imports = kilobytes("VmRSS")
+rng = random.Random(0)
+draw = lambda count: [rng.randrange(sizes["vocab_size"]) for _ in range(count)]
+step = lambda: Step(draw(prompt), draw(reply), [0.0] * reply, "", "", True)
+play = lambda won: Trajectory("", "", "", [step(), step()], won, won == 1.0, StopReason.FINISHED)
+groups = [Group(str(g), [play(float(i % 2)) for i in range(2)]) for g in range(2)]
+base = Base(Qwen2ForCausalLM(Qwen2Config(**sizes)), SimpleNamespace(pad_id=0), "cpu", checkpointing)
+agent = Policy(base, lora_rank=rank, lora_alpha=64.0, learning_rate=1e-5)
+metrics = rspo.update(agent, groups, [], "outcome", rspo.Config(**settings), random.Random(0))
+assert metrics["optimizer_steps"] == 2
+print((kilobytes("VmHWM") - after_imports) * 1024)
+"""
+
+
+def measured(rank, checkpointing, settings):
+    """The peak of one update in a fresh process, above what its imports take: bytes. Tensors have pages of
+    their own there, so that freed ones do not count: glibc's heap would keep those of micro-batches past."""
+    given = json.dumps([SIZES, settings, rank, checkpointing, PROMPT, REPLY])
+    command, root = [sys.executable, "-W", "ignore", "-c", UPDATE, given], Path(plan.__file__).parent
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its memory from /proc")
+@pytest.mark.parametrize("rank, checkpointing", [(0, False), (64, True)])
+def test_the_plan_is_within_15_percent_of_the_peak(rank, checkpointing):
+    # Two optimizer steps of two micro-batches: the second has moments and gradients beside its activations
+    settings = {"method": "outcome", "tasks_per_step": 2, "group_size": 2, "minibatch_turns": 4}
+    settings |= {"kl_coef": 0.0, "micro_batch_tokens": ROWS * (PROMPT + REPLY)}
+    args = flags.Args(
+        **settings, lora_rank=rank, dtype="float32", autocast=False, gradient_checkpointing=checkpointing
+    )
+    parts = plan.update(args, plan._read({"model_type": "qwen2", **SIZES}, ""), ROWS * 256, ROWS * REPLY)
+    planned = plan.total(plan._with_slack(parts, context=0))
+    assert planned == pytest.approx(measured(rank, checkpointing, settings), rel=0.15)
