@@ -786,9 +786,14 @@ def warm_start(
 ) -> list[float]:
     """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
     demonstrated action tokens. An update takes rows until they hold `turns_per_update` turns, in an order
-    that is shuffled anew when all were seen. The learning rate rises and falls. Returns the losses."""
+    that is shuffled anew when all were seen. The learning rate rises and falls. Returns the losses.
+
+    Raises ValueError if no demonstration is usable, FloatingPointError if the loss diverges.
+    """
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
-    rows = [row for trajectory in demonstrations for row in rows_of(trajectory)]
+    rows = [row for trajectory in demonstrations if trajectory.usable for row in rows_of(trajectory)]
+    if not rows:
+        raise ValueError(f"none of the {len(demonstrations)} demonstrations can be learned from")
     rng, order, dtype, autocast = random.Random(seed), [], base.model.dtype, base.autocast
     base.fp32()
     parameters = list(base.model.requires_grad_(True).parameters())

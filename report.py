@@ -59,7 +59,11 @@ def progress(start: dict, end: dict) -> dict:
     ends = {"start": start, "end": end}
     return {
         "games": end["games"],
-        **{f"{key}_{when}": line[key] for key in ("success", "outcome") for when, line in ends.items()},
+        **{
+            f"{key}_{when}": line[key]
+            for key in ("success", "outcome", "crashed_episodes")
+            for when, line in ends.items()
+        },
         "by_type": {
             kind: {"games": result["games"]}
             | {when: line["by_type"][kind]["success"] for when, line in ends.items()}
@@ -72,10 +76,10 @@ COSTS = {"updates": "update", "episodes": "environment_episodes", "seconds": "se
 
 
 def panel_table(panels: dict[str, dict]) -> str:
-    """Success in percent: a line per panel, a column per task type and one for all; the mean outcome (the
-    score) where it is another number; what it cost, if the panels are lines of the log."""
+    """Success in percent: a line per panel, a column per task type that has games and one for all; the mean
+    outcome (the score) where it is another number; what it cost, if the panels are lines of the log."""
     first = next(iter(panels.values()))
-    types = list(first["by_type"])
+    types = [task_type for task_type, result in first["by_type"].items() if result["games"]]
     games = [str(first["by_type"][task_type]["games"]) for task_type in types] + [str(first["games"])]
     shares = {
         name: [result["by_type"][task_type]["success"] for task_type in types] + [result["success"]]

@@ -259,8 +259,8 @@ class StepRewardModel(nn.Module):
                 f"the step reward model has learned too little: on {len(held)} held-out episodes its AUC is "
                 f"{'not known' if auc is None else f'{auc:.2f}'} (chance 0.5), its MSE {mse:.4f} (always "
                 f"predicting the mean: {mse_of_mean:.4f}). It saw {self.report['successes']} successes in "
-                f"{len(training)} episodes and needs more: raise --reward_model_episodes, or, if the policy "
-                "played them, let an expert do it (--reward_model_source expert)",
+                f"{len(training)} episodes: raise --reward_model_episodes, or let others play them "
+                "(--reward_model_source)",
                 stacklevel=2,
             )
         return self.report

@@ -236,14 +236,18 @@ class World:
         """Training games of an expert that searches, hesitates and errs, for a warm start.
 
         Each turn is the searching expert's with probability `expert_share` (it knows nothing hidden), a look
-        around with `hesitation_share`, else a random admissible action; a template to be filled in ("<" tells
-        it) is none. Games are drawn independently of the task stream, or from its first `games` where new
-        ones are costly; demonstration i is the same however many are asked for.
+        around with `hesitation_share`, else a random admissible action; a template to be filled in is none.
+        Games are drawn independently of the task stream, or from its first `games` where new ones are
+        costly; demonstration i is the same however many are asked for.
         """
+
+        @functools.cache
+        def sayable(action: str) -> bool:
+            return parse_action(self.dialogue.style, reply_text(self.dialogue.style, action))[1]
 
         def actions(live: list[Episode]) -> Iterator[str | None]:
             chances = [episode.rng.random() for episode in live]
-            slips = [[action for action in episode.view.admissible if "<" not in action] for episode in live]
+            slips = [list(filter(sayable, episode.view.admissible)) for episode in live]
             turns = list(zip(live, chances, slips, strict=True))
             advice = self.pool.expert(
                 episode.slot

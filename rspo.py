@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -275,6 +275,18 @@ def with_behavior_logprobs(agent, groups: list[Group], config: Config) -> list[G
     return groups
 
 
+class NothingToTrainOn(RuntimeError):
+    """No episode of an update counts: all crashed, or none got as far as a reply."""
+
+    def __init__(self, groups: list[Group]):
+        ends = Counter(member.stop_reason.value for group in groups for member in group.trajectories)
+        how = ", ".join(f"{count} x {end}" for end, count in sorted(ends.items()))
+        super().__init__(
+            f"no episode of this update can be trained on; they ended so: {how} (crashed: the environment "
+            "broke, see its warning; token limit: the first prompt is longer than --max_prompt_tokens)"
+        )
+
+
 @torch.no_grad()
 def score_rows(agent, rows: list[Row], config: Config, behavior_logprobs: bool = False) -> None:
     """Fill the rows' old_logprobs (or behavior_logprobs), and with the former ref_logprobs and old_values.
@@ -396,8 +408,7 @@ def update(
     on_rows = [row for rows in on_episodes for row in rows]
     off_rows = [row for rows in off_episodes for row in rows]
     if not on_rows:
-        why = "all crashed or their reward is not finite"
-        raise RuntimeError(f"no episode of this update can be trained on: {why}")
+        raise NothingToTrainOn(on)
 
     score_rows(agent, on_rows + off_rows, config)
     for row in on_rows:
@@ -530,7 +541,7 @@ def episode_metrics(groups: list[Group], which: str) -> dict[str, float]:
         "repeated_states": sum(episode.repeated_states for episode in episodes),
         "zero_spread_groups": mean([max(group) == min(group) for group in rewards]),
         "step_limit_episodes": sum(episode.stop_reason is StopReason.STEP_LIMIT for episode in episodes),
-        "token_limit_episodes": sum(episode.stop_reason is StopReason.TOKEN_LIMIT for episode in episodes),
+        "token_limit_episodes": sum(member.stop_reason is StopReason.TOKEN_LIMIT for member in members),
         "crashed_episodes": sum(member.stop_reason is StopReason.CRASHED for member in members),
         "left_out_episodes": len(members) - len(usable(groups, which)),
         "sampled_episodes": len(members),

@@ -44,7 +44,7 @@ import distributed
 import plan
 import report
 import rspo
-from buffer import Group, ReplayBuffer, Trajectory
+from buffer import Group, ReplayBuffer, StopReason, Trajectory
 from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
 from rollout import Dialogue, World
 
@@ -57,6 +57,11 @@ def say(text: str) -> None:
     """A line for people, that leaves the progress bar whole."""
     if distributed.rank() == 0:
         tqdm.write(text)
+
+
+def tell_crashes(episodes: list[Trajectory], what: str) -> None:
+    if crashed := sum(episode.stop_reason is StopReason.CRASHED for episode in episodes):
+        say(f"warning: in {crashed:,} of {len(episodes):,} {what} the environment crashed")
 
 
 def bar(total: int, what: str, **more) -> tqdm:
@@ -168,16 +173,19 @@ def make_start(args: Args, folder: Path, base, demonstrations: list[Trajectory])
                 progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 progress.update()
 
-            losses = warm_start(
-                base,
-                demonstrations,
-                updates=args.warm_start,
-                turns_per_update=args.warm_start_turns,
-                learning_rate=args.warm_start_lr,
-                seed=args.seed,
-                micro_batch_tokens=args.micro_batch_tokens,
-                progress=show,
-            )
+            try:
+                losses = warm_start(
+                    base,
+                    demonstrations,
+                    updates=args.warm_start,
+                    turns_per_update=args.warm_start_turns,
+                    learning_rate=args.warm_start_lr,
+                    seed=args.seed,
+                    micro_batch_tokens=args.micro_batch_tokens,
+                    progress=show,
+                )
+            except ValueError as error:
+                raise UsageError(f"--warm_start {args.warm_start}: {error}") from None
         say(f"warm start: done, loss {losses[-1]:.3f}; {solved:.1%} of its demonstrations solved their task")
     checkpoint.write_folder(folder / "start", base.save)
 
@@ -236,6 +244,7 @@ def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstra
         else:
             say(f"{count} the starting policy")
             episodes = world.practice(policy, args.reward_model_episodes, args.warm_start_games)
+            tell_crashes(episodes, "games")
         distributed.of_rank_0(lambda: make_step_rewards(args, made, base, episodes, model))
     if not args.reward_model:
         try:
@@ -332,8 +341,9 @@ class Recorder:
             self.told.add((agent, loop))
             episodes = [member for group in self.groups for member in group.trajectories]
             self.transcribe(report.telling(episodes), agent, step)
-        if line.get("crashed_episodes"):
-            say(f"update {step}: {line['crashed_episodes']} episodes of {agent} crashed and were left out")
+        if left_out := line.get("left_out_episodes"):
+            crashed = line["crashed_episodes"]
+            say(f"update {step}: {left_out} episodes of {agent} were left out, {crashed} of them crashed")
         if agent == "policy":
             if self.args.off_policy_episodes and not line["replayed_episodes"]:
                 say(f"update {step}: the replay buffer is empty, so alpha is 0 for this update")
@@ -432,7 +442,7 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
             train_in(folder, args, newest, base, scorer, started)
     except BlockingIOError:
         raise UsageError(f"--out {folder}: another process works in it; wait for it, or stop it") from None
-    except FloatingPointError as error:
+    except (FloatingPointError, rspo.NothingToTrainOn) as error:
         give_up(f"error: {error}", 1)
     except KeyboardInterrupt:
         give_up(f"\nstopped; from its last whole loop it goes on with: {go_on}", 130)
@@ -480,8 +490,11 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
     world = make_world(args, base.chat, args.seed)
 
     @functools.cache  # the step reward model may be fitted on those of the warm start
-    def demonstrated(episodes: int) -> list[Trajectory]:
-        return world.demonstrations(episodes, args.expert_share, args.hesitation_share, args.warm_start_games)
+    def demonstrated(count: int) -> list[Trajectory]:
+        shares = (args.expert_share, args.hesitation_share)
+        episodes = world.demonstrations(count, *shares, args.warm_start_games)
+        tell_crashes(episodes, "demonstrations")
+        return episodes
 
     base = warm_started(args, folder, base, demonstrated)
     policy = make_policy(args, base)
@@ -519,6 +532,7 @@ def play_panel(args: Args, world: World, policy, split: str) -> tuple[list[Traje
     played = world.evaluate(
         policy, split, min(args.eval_games, world.pool.env.size(split)), args.eval_temperature
     )
+    tell_crashes(played, f"games of {split}")
     about = {"split": split, "temperature": args.eval_temperature}
     return played, {**about, **report.panel(played, world.task_types)}
 

@@ -233,7 +233,7 @@ def test_demonstrations_mix_the_expert_with_hesitation_and_random_actions():
 class Shop(ToyEnv):
     """The toy with a template among its actions, and an idle action that is another in each state."""
 
-    blind, says = False, ("search[<your query>]", "left", "right")
+    blind, says = False, ("search[<your query>]", "left", "right", "left <")
 
     @property
     def look_around(self):
@@ -264,7 +264,7 @@ def said(world, *shares):
 
 def test_a_demonstration_errs_with_actions_that_can_be_typed_and_looks_around_where_it_is():
     errs = said(toy_world(make_env=Shop), 0.0, 0.0)
-    kinds = {f"look {turn}" for turn in range(3)} | {"left", "right"}
+    kinds = {f"look {turn}" for turn in range(3)} | {"left", "right", "left <"}
     assert {action for episode in errs for action in episode} == kinds
     assert said(toy_world(make_env=Shop), 0.0, 1.0) == [["look 0", "look 1", "look 2"]] * 60
     assert said(toy_world(make_env=Templates), 0.0, 0.0) == [["right"] * 3] * 60  # the expert's, for want

@@ -430,8 +430,9 @@ def test_when_all_that_b_played_has_crashed_the_buffer_stays_empty(algo):
 
 
 def test_an_update_with_nothing_to_train_on_says_so():
-    groups = [Group("t", [episode(float("nan"), [step()])])]
-    with pytest.raises(RuntimeError, match="no episode of this update can be trained on"):
+    silent = Trajectory("t", "", "", [], 0.0, False, StopReason.TOKEN_LIMIT)
+    groups = [Group("t", [episode(float("nan"), [step()]), silent, silent])]
+    with pytest.raises(rspo.NothingToTrainOn, match="they ended so: 1 x finished, 2 x token limit"):
         rspo.update(ToyPolicy(), groups, [], "outcome", ONE_STEP, random.Random(0))
 
 

@@ -330,7 +330,9 @@ def test_a_config_of_another_place_is_read_without_its_data(tmp_path):
 
 def a_panel(success, outcome, pick, look, **cost):
     by_type = {"Pick": {"games": 4, "success": pick}, "Look": {"games": 2, "success": look}}
-    return {"games": 6, "success": success, "outcome": outcome, "by_type": by_type, **cost}
+    by_type |= {"Heat": {"games": 0, "success": 0.0}}  # no game of it, no column
+    about = {"games": 6, "success": success, "outcome": outcome, "crashed_episodes": 0}
+    return {**about, "by_type": by_type, **cost}
 
 
 def test_the_table_has_a_column_of_scores_where_they_are_another_number():
@@ -364,12 +366,15 @@ def test_start_and_end_are_each_splits_own():
         **{"seen": (0, 12), "unseen": (0, 12)}
     }
     assert all(end["split"] == split for split, (_, end) in ends.items())
-    part = report.progress(a_panel(0.5, 0.6, 0.75, 0.0), a_panel(1.0, 0.9, 1.0, 1.0))
+    start, end = a_panel(0.5, 0.6, 0.75, 0.0), a_panel(1.0, 0.9, 1.0, 1.0, crashed_episodes=2)
+    part = report.progress(start, end)
     assert part == {
         **{"games": 6, "success_start": 0.5, "success_end": 1.0, "outcome_start": 0.6, "outcome_end": 0.9},
+        **{"crashed_episodes_start": 0, "crashed_episodes_end": 2},
         "by_type": {
             "Pick": {"games": 4, "start": 0.75, "end": 1.0},
             "Look": {"games": 2, "start": 0.0, "end": 1.0},
+            "Heat": {"games": 0, "start": 0.0, "end": 0.0},
         },
     }
 

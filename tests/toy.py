@@ -28,6 +28,7 @@ WORDS = [
     "no",
     "action",
     "look",
+    "<",
 ]
 
 
