@@ -102,12 +102,14 @@ def reply_text(style: str, action: str) -> str:
 FORMAT = (
     "Think step by step about where you are and what is still to be done, inside <think></think>. "
     "Then choose one admissible action and give it inside <action></action>, once, after your reasoning. "
-    "For example:\n" + reply_text("think", "your action")
+    "That is:\n<think>your reasoning</think><action>your action</action>"
 )
+SEARCH = "search[<your query>]"  # a template: verl-agent's
 
 
 def _admissible(view: View) -> str:
-    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "."
+    hint = " In place of <your query> write what you search for." if SEARCH in view.admissible else ""
+    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "." + hint
 
 
 def system_message(style: str, env_name: str) -> str | None:
@@ -156,9 +158,9 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
 
     "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
     unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
-    the whole reply. No action holds the beginning of a tag, a "<" with no blank after it; "click[< prev]" is
-    one. The reasoning may be in any language, and the action need not be admissible: that is the
-    environment's to answer.
+    the whole reply. No action holds the beginning of a tag or of a template, a "<" with no blank, digit or "$"
+    after it; "click[< prev]" and "search[laptop <$500]" are actions. The reasoning may be in any language,
+    and the action need not be admissible: that is the environment's to answer.
     """
     text = reply.lower()
     if style != "short":
@@ -170,7 +172,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
         if not closed or still_thinking:
             return "", False
     action = _one_line(text)
-    if not action or re.search(r"<\S", action):
+    if not action or re.search(r"<[^\s\d$]", action):
         return "", False
     return action, True
 
@@ -385,7 +387,7 @@ class WebShop:
         page, actions = turn.page, turn.available_actions
         commands = [_one_line(f"click[{name}]") for name in actions["clickables"] if name != "search"]
         if actions["has_search_bar"]:
-            commands.insert(0, "search[<your query>]")
+            commands.insert(0, SEARCH)
         return View(
             task=page.instruction,
             task_type=self._sought,
