@@ -447,7 +447,7 @@ def _warm(path: str) -> str | None:
     """Translate one game into the cache; the complaint, if it cannot be."""
     try:
         Game(path).close()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return str(error)
     return None
 
@@ -461,6 +461,12 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
+    if args.processes < 1:
+        parser.error(f"--processes {args.processes}: must be at least 1")
+    try:
+        check_installed()
+    except ImportError as error:
+        parser.error(str(error))
     paths = sorted(str(path) for path in args.folder.rglob(GAME_FILE))
     if not paths:
         parser.error(f"no {GAME_FILE} below {args.folder}")

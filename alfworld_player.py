@@ -110,16 +110,17 @@ class Walkthrough:
             self.done += 1
             return self.next(notes, admissible) if self.done < len(self.plan) else "look"
         if verb == "take" and notes.place_of(thing) is None:
-            thing = self._seen_instead(thing, notes)
+            thing, place = self._seen_instead(thing, place, notes)
             if notes.place_of(thing) is None and (detour := self._detour(notes, admissible)):
                 return detour
         needed = "" if verb == "take" else self._object_held(verb)
         if notes.held and notes.held != needed:
             return self._put_down(notes, admissible)
         if needed and not notes.held:  # it was put down on the way
-            verb, thing = "take", needed
+            verb, thing, place = "take", needed, notes.place_of(needed) or place
         if verb == "take":
-            place = notes.place_of(thing) or place
+            if thing not in notes.contents.get(place, [thing]):  # a few are listed in two places
+                place = notes.place_of(thing) or place
             return self._at(place, f"take {thing} from {place}", admissible)
         if verb == "use":
             place = notes.place_of(thing) or self.spots[self.done]
@@ -138,21 +139,23 @@ class Walkthrough:
         takes = [command for command in self.plan[: self.done] if command.startswith("take ")]
         return self._parts(takes[-1])[1] if takes else ""
 
-    def _seen_instead(self, thing: str, notes: Notebook) -> str:
-        """Another thing of the same kind that was seen on the way replaces a hidden one throughout the plan.
-        Not where the plan ends before it is put anywhere: one of its kind lies there already."""
+    def _seen_instead(self, thing: str, place: str, notes: Notebook) -> tuple[str, str]:
+        """Another thing of the same kind that was seen on the way replaces a hidden one throughout the plan;
+        what to take, and where. Not where the plan ends before it is put anywhere: one of its kind lies there
+        already."""
         if not self.plan[-1].startswith(("move ", "use ")):
-            return thing
+            return thing, place
         kind = thing.split()[0]
         taken = {name for command in self.plan for name in self._parts(command)[1:]}
         targets = {self._parts(command)[2] for command in self.plan if command.startswith("move ")}
-        for place, things in notes.contents.items():
+        for where, things in notes.contents.items():
             for name in things:
-                if name.split()[0] == kind and name not in taken and place not in targets:
+                if name.split()[0] == kind and name not in taken and where not in targets:
                     swap = re.compile(rf"\b{re.escape(thing)}\b")
                     self.plan = [swap.sub(name, command) for command in self.plan]
-                    return name
-        return thing
+                    self.plan[self.done] = f"take {name} from {where}"
+                    return name, where
+        return thing, place
 
     def _detour(self, notes: Notebook, admissible: list[str]) -> str | None:
         """A step of the search in the wrong places; None when it is over."""

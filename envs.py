@@ -19,7 +19,9 @@ import json
 import os
 import random
 import re
+import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -102,12 +104,14 @@ def reply_text(style: str, action: str) -> str:
 FORMAT = (
     "Think step by step about where you are and what is still to be done, inside <think></think>. "
     "Then choose one admissible action and give it inside <action></action>, once, after your reasoning. "
-    "For example:\n" + reply_text("think", "your action")
+    "That is:\n<think>your reasoning</think><action>your action</action>"
 )
+SEARCH = "search[<your query>]"  # a template: verl-agent's
 
 
 def _admissible(view: View) -> str:
-    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "."
+    hint = " In place of <your query> write what you search for." if SEARCH in view.admissible else ""
+    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "." + hint
 
 
 def system_message(style: str, env_name: str) -> str | None:
@@ -156,9 +160,9 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
 
     "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
     unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
-    the whole reply. No action holds the beginning of a tag, a "<" with no blank after it; "click[< prev]" is
-    one. The reasoning may be in any language, and the action need not be admissible: that is the
-    environment's to answer.
+    the whole reply. No action holds the beginning of a tag or of a template, a "<" without a blank, a digit
+    or "$" after it; "click[< prev]" and "search[laptop <$500]" are actions. The reasoning may be in any
+    language, and the action need not be admissible: that is the environment's to answer.
     """
     text = reply.lower()
     if style != "short":
@@ -170,7 +174,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
         if not closed or still_thinking:
             return "", False
     action = _one_line(text)
-    if not action or re.search(r"<\S", action):
+    if not action or re.search(r"<[^\s\d$]", action):
         return "", False
     return action, True
 
@@ -246,8 +250,8 @@ class AlfWorld:
     def __init__(self, data: str | None = None):
         """`data`: the folder that holds json_2.1.1; None: $ALFWORLD_DATA, or where alfworld-download puts it.
         ValueError where there is none, ImportError where ALFWorld is not installed: they say what to do."""
-        self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
         alfworld_engine.check_installed()
+        self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
         self._game = None
 
     @property
@@ -280,6 +284,8 @@ class AlfWorld:
         return self._show(state.text, state)
 
     def searching_expert(self) -> str:
+        if not self._walkthrough.plan:
+            raise EnvironmentCrashed(f"{self._game.path}: the game has no walkthrough to be shown")
         return self._walkthrough.next(self._notes, self._admissible)
 
     def _show(self, observation: str, state: alfworld_engine.State) -> View:
@@ -299,7 +305,8 @@ class AlfWorld:
 
 @functools.lru_cache
 def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
-    """The split's game files, sorted: those the official loader plays. ValueError if there are none."""
+    """The split's game files, sorted: those the official loader plays. A warning names those that are damaged
+    and left out, as far as their beginnings and ends tell. ValueError if there are none, or none is whole."""
     folder = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
     folder = folder if folder.name == "json_2.1.1" else folder / "json_2.1.1"
     games = sorted((folder / split).glob("*/*/game.tw-pddl"))
@@ -311,28 +318,56 @@ def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
             "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1 with "
             "--alfworld_data, or in $ALFWORLD_DATA"
         )
-    return tuple(path for path in games if _solvable(path))
+    solvable = {path: _solvable(path) for path in games}
+    _tell_damaged([path for path in games if solvable[path] is None], games)
+    return tuple(path for path in games if solvable[path])
 
 
-def _solvable(path: Path) -> bool:
-    """What the file says of itself, in its last lines."""
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        return b'"solvable": false' not in file.read()
+def _solvable(path: Path) -> bool | None:
+    """What the file says of itself, in its last lines; None where it is no whole game file."""
+    try:
+        with open(path, "rb") as file:
+            first = file.read(1)
+            file.seek(max(0, path.stat().st_size - 4096))
+            last = file.read().rstrip()
+    except OSError:
+        return None
+    return b'"solvable": false' not in last if first == b"{" and last.endswith(b"}") else None
+
+
+def _tell_damaged(damaged: list[Path], games: Sequence[Path]) -> None:
+    """One warning for all; ValueError if these are all the games."""
+    if damaged:
+        names = ", ".join(map(str, damaged[:3])) + (", ..." if len(damaged) > 3 else "")
+        told = f"{len(damaged)} of {len(games)} ALFWorld game files cannot be read: {names}"
+        remedy = "`alfworld-download -f` unpacks them again"
+        if len(damaged) == len(games):
+            raise ValueError(f"{told}; {remedy}")
+        warnings.warn(f"{told}; they are left out; {remedy}", stacklevel=3)
 
 
 @functools.lru_cache
 def alfworld_vocabulary(games: tuple[Path, ...]) -> tuple[str, ...]:
-    """Every word that these games and the prompts about them say; "mug 1" is one, as are all that occur."""
-    words, most = dict.fromkeys(ALFWORLD_WORDS.split()), {}
+    """Every word that these games and the prompts about them say; "mug 1" is one, as are all that occur.
+
+    A warning names the files that are damaged; ValueError if all are.
+    """
+    words, most, damaged = dict.fromkeys(ALFWORLD_WORDS.split()), {}, []
     for path in games:
-        game = json.loads(path.read_text())
-        listed = game["pddl_problem"].partition("(:objects")[2].partition("(:init")[0]
+        try:
+            game = json.loads(path.read_text())
+            listed = game["pddl_problem"].partition("(:objects")[2].partition("(:init")[0]
+            task = re.search(r"Your task is to: ([^\"]*)", game["grammar"])[1]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            damaged.append(path)
+            continue
         # Mug_bar__plus_01_..._bar_... is a thing, Sink_bar__..._bar_SinkBasin one that belongs to another
         names = re.findall(r"([A-Za-z]+)_bar_\S*?(?:_bar_([A-Z][A-Za-z]+))?(?=\s)", listed)
         for kind, count in Counter((part or whole).lower() for whole, part in names).items():
             most[kind] = max(most.get(kind, 0), count)
-        words |= dict.fromkeys(re.search(r"Your task is to: ([^\"]*)", game["grammar"])[1].split())
+        words |= dict.fromkeys(task.split())
+    _tell_damaged(damaged, games)
+    most.pop("loc", None)  # where one can stand: no text says it
     things = [f"{kind} {number}" for kind, count in most.items() for number in range(1, count + 1)]
     return (*words, "go to", *most, *things)
 
@@ -385,7 +420,7 @@ class WebShop:
         page, actions = turn.page, turn.available_actions
         commands = [_one_line(f"click[{name}]") for name in actions["clickables"] if name != "search"]
         if actions["has_search_bar"]:
-            commands.insert(0, "search[<your query>]")
+            commands.insert(0, SEARCH)
         return View(
             task=page.instruction,
             task_type=self._sought,

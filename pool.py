@@ -1,8 +1,9 @@
 """Many environments behind one call per turn: in this process, or spread over worker processes.
 
-`Pool` holds environments by slot: slot i lives in worker i % n. A turn sends one message to each worker that
-has something to do, then gathers the answers, so workers run side by side. All randomness of an episode is
-the caller's, so nothing depends on the number of workers.
+`Pool` holds environments by slot. A turn sends one message to each worker that has something to do, then
+gathers the answers, so workers run side by side. A reset deals its slots to the workers anew, in equal shares
+and those of one game together: an engine that must prepare a game does so in one worker. All randomness of an
+episode is the caller's, so nothing depends on the number of workers.
 
 A worker is this file run as a script, with one socket to its parent. It begins from nothing, so it holds
 neither torch nor the caller's program, which multiprocessing's "spawn" would import again and "fork" would
@@ -11,12 +12,13 @@ copy with its threads. It ends when the socket does, however the parent ended.
 An engine that breaks (EnvironmentCrashed) costs its own episode; a worker that dies or hangs is replaced and
 costs the episodes it held. Any other exception is a mistake in a program and is raised in the caller.
 
-Left out: moving slots between workers, and workers on other machines.
+Left out: moving an episode that has begun, and workers on other machines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import select
@@ -29,12 +31,14 @@ import time
 import traceback
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from envs import Env, EnvironmentCrashed, View
 
 START_SECONDS = 900.0  # for a worker to build its first environment, which may read much
 GRACE_SECONDS = 1.0  # for a worker to end by itself once its socket is closed
+ALIVE_SECONDS = 0.1  # a worker that is busy for longer says so, after each of its slots
 
 
 class _Slots:
@@ -42,12 +46,11 @@ class _Slots:
 
     def __init__(self, make_env: Callable[[], Env], first: Env):
         self.make_env, self.spare, self.envs = make_env, [first], {}
+        self.games: dict[int, tuple[str, int]] = {}
+        self.crashes: list[tuple[str, str]] = []  # (game, reason), until they are told
 
-    def ask(self, kind: str, calls: list[tuple]) -> list:
-        """The answers to (slot, ...) in their order; None where the environment crashed or there is none."""
-        return [self._ask(kind, *call) for call in calls]
-
-    def _ask(self, kind: str, slot: int, *given):
+    def ask(self, kind: str, slot: int, *given):
+        """The answer of that slot; None where the environment crashed or there is none."""
         if kind == "reset" and slot not in self.envs:
             self.envs[slot] = self.spare.pop() if self.spare else self.make_env()
         if slot not in self.envs:
@@ -55,13 +58,23 @@ class _Slots:
         env = self.envs[slot]
         try:
             if kind == "reset":
+                self.games[slot] = given
                 return env.reset(*given)
             if kind == "step":
                 return env.step(*given)
             return env.searching_expert(), env.look_around
-        except EnvironmentCrashed:
+        except EnvironmentCrashed as crash:
             del self.envs[slot]
+            self.crashes.append(("{} {}".format(*self.games[slot]), str(crash)))
             return None
+
+    def leave(self, slots: list[int]) -> None:
+        """Their next games are another worker's."""
+        self.spare += [self.envs.pop(slot) for slot in slots if slot in self.envs]
+
+    def crashes_untold(self) -> list[tuple[str, str]]:
+        told, self.crashes = self.crashes, []
+        return told
 
 
 class _WorkerLost(Exception):
@@ -69,7 +82,7 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """One child process and the socket to it. Each message is answered by one."""
+    """One child process and the socket to it. Each message is answered by one, after any signs of life."""
 
     def __init__(self):
         self.socket, theirs = socket.socketpair()
@@ -83,22 +96,25 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone
             )
 
-    def send(self, message, deadline: float) -> None:
+    def send(self, message, timeout: float) -> None:
+        self.heard, self.timeout = time.monotonic(), timeout
         try:
-            self._wait_until(deadline)
+            self._wait()
             self.socket.sendall(pickle.dumps(message))
         except OSError as error:
             raise _WorkerLost(self._why(error)) from error
 
-    def receive(self, deadline: float):
+    def receive(self):
         try:
-            self._wait_until(deadline)
-            answer, mistake = pickle.load(self.answers)
+            self._wait()
+            while (said := pickle.load(self.answers))[0] == "alive":
+                self.heard = said[1]
+                self._wait()
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise _WorkerLost(self._why(error)) from error
-        if mistake:
-            raise RuntimeError(f"an environment failed in a worker process:\n{mistake}")
-        return answer
+        if said[0] == "mistake":
+            raise RuntimeError(f"an environment failed in a worker process:\n{said[1]}")
+        return said[1]
 
     def hang_up(self) -> None:
         """Close the socket: the worker reads its end and ends."""
@@ -114,8 +130,9 @@ class _Worker:
             self.process.kill()
             return self.process.wait()
 
-    def _wait_until(self, deadline: float) -> None:
-        self.socket.settimeout(max(deadline - time.monotonic(), 0.01))  # what has come already is still read
+    def _wait(self) -> None:
+        left = self.heard + self.timeout - time.monotonic()
+        self.socket.settimeout(max(left, 0.01))  # what has come already is still read
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -127,18 +144,24 @@ class Pool:
     """Environments by slot, any number of slots; a slot's environment is built at its first reset.
 
     workers: 0 plays in this process; else that many processes, for which `make_env` must be picklable.
-    timeout: seconds a worker may take for one turn of all its slots before it counts as hung.
+    timeout: seconds a worker may take for the answer of one slot before it counts as hung; it answers one
+    after the other. All it held is lost then, also what it did for other slots in that turn.
     `env` is an environment of this process, to be asked for what never changes: name, splits, vocabulary.
 
-    An answer of None says that the episode in that slot has crashed. Any exception but a crash closes a pool
-    that has workers. Else it is closed by `close`, by garbage collection or at Python's exit.
+    An answer of None says that the episode in that slot has crashed; a warning tells each reason once. Any
+    exception but a crash closes a pool that has workers. Else it is closed by `close`, by garbage collection
+    or at Python's exit.
     """
 
     def __init__(self, make_env: Callable[[], Env], workers: int = 0, timeout: float = 300.0):
         self.timeout = timeout
         self.env = make_env()
         self._here = _Slots(make_env, self.env)
+        self._reasons: set[str] = set()  # of crashes, told already
         self._workers: dict[int, _Worker] = {}
+        self._place: dict[int, int] = {}  # of each slot, among the workers
+        self._left: dict[int, list[int]] = {}  # slots that have left a place, until that worker is told
+        self._playing: set[int] = set()  # the slots of the last step
         self._end = weakref.finalize(self, _end, self._workers)
         if workers:
             self._make_env = pickle.dumps(make_env)
@@ -147,62 +170,89 @@ class Pool:
 
     def reset(self, games: dict[int, tuple[str, int]]) -> dict[int, View | None]:
         """Begin the games (split, index) in their slots."""
-        return self._ask("reset", [(slot, split, index) for slot, (split, index) in games.items()])
+        if self._workers:
+            self._deal(games)
+        return self._ask([("reset", slot, *game) for slot, game in games.items()])
 
     def step(self, actions: dict[int, str]) -> dict[int, View | None]:
         """Act in those slots."""
-        return self._ask("step", list(actions.items()))
+        self._playing = set(actions)
+        return self._ask([("step", slot, action) for slot, action in actions.items()])
 
     def expert(self, slots: Iterable[int]) -> dict[int, tuple[str, str] | None]:
         """(the searching expert's action, the action that looks around) in those slots' present states."""
-        return self._ask("expert", [(slot,) for slot in slots])
+        return self._ask([("expert", slot) for slot in slots])
 
     def close(self) -> None:
         """End the workers, at once or within `GRACE_SECONDS`. A closed pool plays no more."""
         self._end()
 
-    def _ask(self, kind: str, calls: list[tuple]) -> dict:
+    def _deal(self, games: dict[int, tuple[str, int]]) -> None:
+        """Give each game to the worker that has least to do, what is over its share to the next."""
+        load = Counter(self._place[slot] for slot in self._playing - games.keys() if slot in self._place)
+        share = math.ceil((load.total() + len(games)) / len(self._workers))
+        last, place = None, 0
+        for slot in sorted(games, key=games.__getitem__):
+            if games[slot] != last or load[place] >= share:
+                last, place = games[slot], min(self._workers, key=load.__getitem__)
+            load[place] += 1
+            if self._place.get(slot, place) != place:
+                self._left.setdefault(self._place[slot], []).append(slot)
+            self._place[slot] = place
+
+    def _ask(self, calls: list[tuple]) -> dict:
+        """The answers to (kind, slot, ...) by slot."""
         if not self._end.alive:
             raise RuntimeError("this pool of environments is closed")
-        if not self._workers:
-            return _by_slot(calls, self._here.ask(kind, calls))
-        with self._closed_by_exceptions():
-            return self._ask_workers(kind, calls)
+        if self._workers:
+            with self._closed_by_exceptions():
+                answers, crashes = self._ask_workers(calls)
+        else:
+            answers = {call[1]: self._here.ask(*call) for call in calls}
+            crashes = self._here.crashes_untold()
+        for game, reason in crashes:
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                warnings.warn(f"the episode of game {game} crashed: {reason}", stacklevel=3)
+        return answers
 
-    def _ask_workers(self, kind: str, calls: list[tuple]) -> dict:
+    def _ask_workers(self, calls: list[tuple]) -> tuple[dict, list]:
+        """The answers, and the crashes among them."""
         shares: dict[int, list[tuple]] = {}
         for call in calls:
-            shares.setdefault(call[0] % len(self._workers), []).append(call)
-        deadline = time.monotonic() + self.timeout
-        answers: dict[int, object] = {slot: None for slot, *_ in calls}
+            shares.setdefault(self._place.get(call[1], 0), []).append(call)
+        answers: dict[int, object] = {call[1]: None for call in calls}
+        crashes: list[tuple[str, str]] = []
         lost: dict[int, _WorkerLost] = {}
         for place, share in shares.items():
             try:
-                self._workers[place].send((kind, share), deadline)
+                self._workers[place].send((self._left.pop(place, []), share), self.timeout)
             except _WorkerLost as loss:
                 lost[place] = loss
-        for place, share in shares.items():
+        for place in shares:
             if place not in lost:
                 try:
-                    answers |= _by_slot(share, self._workers[place].receive(deadline))
+                    given, broken = self._workers[place].receive()
                 except _WorkerLost as loss:
                     lost[place] = loss
+                else:
+                    answers |= given
+                    crashes += broken
         for place, loss in lost.items():
             warnings.warn(f"worker process {loss}: it is replaced, its episodes crashed", stacklevel=4)
             self._workers[place].end(0.0)
         self._start(lost)
-        return answers
+        return answers, crashes
 
     def _start(self, places: Iterable[int]) -> None:
         """Put new workers there. One that does not come up is an error: a second one would not either."""
-        deadline = time.monotonic() + START_SECONDS
         for place in places:
             self._workers[place] = _Worker()
         try:
             for place in places:
-                self._workers[place].send((sys.path, self._make_env), deadline)
+                self._workers[place].send((sys.path, self._make_env), START_SECONDS)
             for place in places:
-                self._workers[place].receive(deadline)
+                self._workers[place].receive()
         except _WorkerLost as loss:
             raise RuntimeError(f"new worker process {loss}") from loss
 
@@ -214,10 +264,6 @@ class Pool:
         except BaseException:
             self.close()
             raise
-
-
-def _by_slot(calls: list[tuple], answers: list) -> dict:
-    return {slot: answer for (slot, *_), answer in zip(calls, answers, strict=True)}
 
 
 def _end(workers: dict[int, _Worker]) -> None:
@@ -233,27 +279,39 @@ def _end(workers: dict[int, _Worker]) -> None:
 
 
 def _serve(parent: socket.socket) -> None:
-    """Answer what comes until the parent is gone. An answer is (its value, the text of a mistake or None)."""
+    """Answer what comes until the parent is gone.
+
+    What is said: ("alive", the time), any number of them, then ("answer", value) or ("mistake", its text).
+    """
     requests = parent.makefile("rb")
 
-    def answer(value, mistake=None) -> None:
-        parent.sendall(pickle.dumps((value, mistake)))
+    def say(what: str, value) -> None:
+        parent.sendall(pickle.dumps((what, value)))
 
     path, make_env = pickle.load(requests)
     sys.path[:] = path  # what the caller can import can be imported here
     try:
         make_env = pickle.loads(make_env)
-        slots = _Slots(make_env, make_env())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the caller's own environment has told of the data already
+            slots = _Slots(make_env, make_env())
     except Exception:
-        return answer(None, traceback.format_exc())
-    answer(None)
+        return say("mistake", traceback.format_exc())
+    say("answer", None)
     while True:
-        kind, calls = pickle.load(requests)
+        left, calls = pickle.load(requests)
+        slots.leave(left)
+        answers, said = {}, time.monotonic()
         try:
-            value, mistake = slots.ask(kind, calls), None
+            for call in calls:
+                answers[call[1]] = slots.ask(*call)
+                if (now := time.monotonic()) > said + ALIVE_SECONDS:
+                    said = now
+                    say("alive", now)
         except Exception:  # whatever it is, the caller is to see it
-            value, mistake = None, traceback.format_exc()
-        answer(value, mistake)
+            say("mistake", traceback.format_exc())
+        else:
+            say("answer", (answers, slots.crashes_untold()))
 
 
 def _end_with(parent: socket.socket) -> None:

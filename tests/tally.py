@@ -12,6 +12,10 @@ class Tally:
     """Shows its game and what was done in it; some actions end badly."""
 
     name, task_types, step_limit, vocabulary = "tally", ("count",), 9, None
+    made = 0  # in this process
+
+    def __init__(self):
+        Tally.made += 1
 
     def size(self, split):
         return 100
@@ -49,7 +53,7 @@ class Tally:
         return f"look {len(self.done) - 2}"
 
     def _view(self):
-        place = f"{os.getpid()} {'torch' in sys.modules} {'__mp_main__' in sys.modules}"
+        place = f"{os.getpid()} {'torch' in sys.modules} {'__mp_main__' in sys.modules} {self.made}"
         return View("count", "count", " ".join(self.done), ("a", "b"), notes=place)
 
 

@@ -132,7 +132,59 @@ def test_the_folder_may_stand_in_the_environment_or_where_the_download_puts_it(t
     envs.alfworld_games.cache_clear()
 
 
-def test_missing_games_are_answered_with_the_command_that_fetches_them(tree, tmp_path):
+DAMAGED = ["{", '{"grammar": "x", "solvable": tr', "[]", "", "\x00\x93\xff}", None]  # None: a folder
+
+
+def damage(path: Path, content: str | None) -> None:
+    path.unlink()
+    path.mkdir() if content is None else path.write_text(content, encoding="latin-1")
+
+
+def test_damaged_files_are_left_out_of_every_split_with_one_warning_each(tree):
+    folder, _ = tree
+    for split in ("train", "valid_seen", "valid_unseen"):
+        for number, content in enumerate(DAMAGED):
+            damage(a_game(folder, split, "pick_and_place_simple-Cup-None-Desk-1", f"{number}"), content)
+    for split, kept, all in (("train", 3, 10), ("valid_seen", 1, 7)):
+        first = folder / "json_2.1.1" / split / "pick_and_place_simple-Cup-None-Desk-1" / "0" / "game.tw-pddl"
+        with pytest.warns(UserWarning) as told:
+            assert len(envs.alfworld_games(str(folder), split)) == kept
+        (warning,) = told
+        assert str(warning.message).startswith(f"6 of {all} ALFWorld game files cannot be read: {first}, ")
+        assert str(warning.message).endswith(
+            "/2/game.tw-pddl, ...; they are left out; `alfworld-download -f` unpacks them again"
+        )
+    with pytest.raises(ValueError, match=r"^6 of 6 ALFWorld game files cannot be read: .*`alfworld-download"):
+        envs.alfworld_games(str(folder), "valid_unseen")
+
+
+def test_the_vocabulary_does_without_files_that_are_damaged_within(tmp_path):
+    whole, *others = (a_game(tmp_path, "train", f"pick_and_place_simple-Cup-None-Desk-{n}") for n in range(6))
+    listed = "(:objects Cup_bar_1 - object Cup_bar_2 - object loc_bar_3_bar_4 - location) (:init"
+    whole.write_text(json.dumps({"pddl_problem": listed, "grammar": "Your task is to: find a cup."}))
+    contents = ("{]}", "{}", '{"pddl_problem": 3, "grammar": ""}', '{"pddl_problem": "", "grammar": ""}')
+    for path, content in zip(others, (*contents, None), strict=True):
+        damage(path, content)
+    with pytest.warns(UserWarning) as told:
+        words = envs.alfworld_vocabulary((*others, whole))
+    (warning,) = told
+    assert str(warning.message).startswith(f"5 of 6 ALFWorld game files cannot be read: {others[0]}, ")
+    assert words[-7:] == ("find", "a", "cup.", "go to", "cup", "cup 1", "cup 2")  # and no "loc 1"
+    with pytest.raises(ValueError, match=r"^5 of 5 ALFWorld game files cannot be read: .*`alfworld-download"):
+        envs.alfworld_vocabulary(tuple(others))
+
+
+def test_a_package_that_is_missing_is_named_before_the_games_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(alfworld_engine, "PACKAGES", ("alfworld-not-here",))
+    alfworld_engine._versions.cache_clear()
+    told = "^--env alfworld: ALFWorld needs the package alfworld-not-here: .* -r requirements/alfworld.txt"
+    with pytest.raises(flags.UsageError, match=told):
+        flags.environment(flags.Args(env="alfworld", alfworld_data=str(tmp_path / "nothing")))
+    alfworld_engine._versions.cache_clear()
+
+
+def test_missing_games_are_answered_with_the_command_that_fetches_them(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(alfworld_engine, "check_installed", lambda: None)
     with pytest.raises(ValueError, match=r"no ALFWorld games in .*/valid_unseen; .*`alfworld-download`"):
         envs.alfworld_games(str(tree[0]), "valid_unseen")
     with pytest.raises(flags.UsageError, match=r"^--alfworld_data .*: no ALFWorld games in .*download"):
@@ -270,6 +322,19 @@ def test_a_broken_game_file_is_a_crash_and_the_next_game_is_played(few_games, tm
         with pytest.raises(EnvironmentCrashed, match="pick_and_place"):
             env.reset("train", index)
     assert env.reset("train", 2).task_type == "Look"
+
+
+def test_a_game_without_a_walkthrough_is_played_but_not_demonstrated(few_games, tmp_path):
+    env = AlfWorld(few_games)
+    game = json.loads(env.games["train"][PICK].read_text())
+    path = tmp_path / "pick_and_place_simple-CreditCard" / "trial" / "game.tw-pddl"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({**game, "walkthrough": None}))
+    env.games = {**env.games, "train": (path,)}
+    assert env.reset("train", 0).task == "put some creditcard on armchair"
+    assert env.step("look").observation != "Nothing happens."
+    with pytest.raises(EnvironmentCrashed, match=r"trial/game.tw-pddl: the game has no walkthrough"):
+        env.searching_expert()
 
 
 # --- ALFWorld: the tiny model's words -----------------------------------------------------------------------

@@ -82,6 +82,44 @@ def replay(game: Game, trace: dict) -> None:
         assert (state.won, state.done) == (step["won"], step["done"]), step["command"]
 
 
+# --- Command line -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments, told", [
+    (["--processes", "0"], "--processes 0: must be at least 1"),
+    (["--processes", "-2"], "--processes -2: must be at least 1"),
+    ([], "no game.tw-pddl below "),
+])  # fmt: skip
+def test_a_wrong_command_line_is_a_usage_error(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(alfworld_engine, "check_installed", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["alfworld_engine.py", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as exit:
+        alfworld_engine.main()
+    assert exit.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_the_command_line_names_a_package_that_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(alfworld_engine, "PACKAGES", ("alfworld-not-here",))
+    monkeypatch.setattr(sys, "argv", ["alfworld_engine.py", str(tmp_path)])
+    alfworld_engine._versions.cache_clear()
+    with pytest.raises(SystemExit) as exit:
+        alfworld_engine.main()
+    alfworld_engine._versions.cache_clear()
+    told = "ALFWorld needs the package alfworld-not-here: pip install -r requirements/alfworld.txt"
+    assert exit.value.code == 2 and told in capsys.readouterr().err
+
+
+@needs_games
+def test_games_that_cannot_be_translated_are_listed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "pick_and_place_simple" / "game.tw-pddl").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["alfworld_engine.py", str(tmp_path)])
+    monkeypatch.setenv("RSPO_CACHE", str(tmp_path))
+    assert alfworld_engine.main() == 1
+    out, err = capfd.readouterr()
+    assert out == f"0 of 1 games are in {tmp_path}/alfworld\n"
+    assert "pick_and_place_simple/game.tw-pddl" in err and "Traceback" not in err
+
+
 # --- Exactness ----------------------------------------------------------------------------------------------
 
 

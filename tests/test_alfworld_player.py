@@ -289,6 +289,11 @@ def test_the_very_thing_is_taken_where_no_move_ends_the_plan():
     assert play(house, plan, detours=("fridge 1",)) == ["go to fridge 1", "open fridge 1", *plan]
 
 
+def test_a_thing_that_is_listed_in_two_places_is_taken_where_the_plan_takes_it():
+    house = kitchen(**{"desk 1": ["mug 1"]})  # the one on the desk counts as being where it is to go
+    assert play(house, PLAN, detours=("desk 1",)) == ["go to desk 1", *PLAN]
+
+
 @pytest.mark.parametrize(
     "slips, repaired",
     [

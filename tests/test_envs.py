@@ -60,8 +60,8 @@ def test_the_think_prompt_of_a_window_literally():
         "\n"
         "Think step by step about where you are and what is still to be done, inside <think></think>. Then "
         "choose one admissible action and give it inside <action></action>, once, after your reasoning. "
-        "For example:\n"
-        "<think>I take the next step towards the goal.</think><action>your action</action>"
+        "That is:\n"
+        "<think>your reasoning</think><action>your action</action>"
     )
 
 
@@ -79,6 +79,14 @@ def test_the_think_prompts_of_a_full_context_literally():
     assert next_message("think", VIEW, 3) == (
         "You are at step 4. You observe: You arrive at bed 1. On the bed 1, you see a mug 1.\n"
         "Admissible actions: 'go to desk 1', 'look', 'take mug 1 from bed 1'."
+    )
+
+
+def test_a_template_among_the_actions_is_listed_with_what_to_do_with_it():
+    shop = View("Find me aprons", "garden", "Search", ("search[<your query>]",))
+    assert next_message("think", shop, 3) == (
+        "You are at step 4. You observe: Search\n"
+        "Admissible actions: 'search[<your query>]'. In place of <your query> write what you search for."
     )
 
 
@@ -130,6 +138,8 @@ def test_every_demonstrated_reply_parses_back(style):
         ("<action>search[red shoes, size 9]</action>", "search[red shoes, size 9]"),
         ("<action>click[Next >]</action>", "click[next >]"),
         ("<action>click[< Prev]</action>", "click[< prev]"),
+        ("<action>search[laptop <$500]</action>", "search[laptop <$500]"),
+        ("<action>search[cable <3 ft, price < 9]</action>", "search[cable <3 ft, price < 9]"),
         (
             "<action>fly to the moon</action>",
             "fly to the moon",
@@ -176,6 +186,7 @@ def test_everything_else_is_invalid(reply):
         ("look", ("look", True)),
         (" Go  to\nDesk 1 ", ("go to desk 1", True)),
         ("click[< prev]", ("click[< prev]", True)),
+        ("search[laptop <$500]", ("search[laptop <$500]", True)),
     ],
 )
 def test_a_short_reply_is_the_action(reply, parsed):
@@ -210,7 +221,7 @@ def test_no_shuffle_of_tags_gives_an_action_with_a_tag_in_it():
         reply = "".join(rng.choices(pieces, k=rng.randint(0, 8)))
         for style in ("think", "short"):
             action, valid = parse_action(style, reply)
-            assert not re.search(r"<\S", action)
+            assert not re.search(r"<[^\s\d$]", action)
             assert valid == (action != "")
             assert action == " ".join(action.lower().split())
             found += valid

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,33 @@ def test_each_slot_plays_its_own_game(workers):
 def test_a_worker_holds_neither_torch_nor_the_program_of_its_parent(pool):
     views = pool.reset({slot: ("train", 0) for slot in range(4)})
     home = str(os.getpid())
-    assert all(view.notes.split()[1:] == ["False", "False"] for view in views.values())
-    processes = [process(views[slot]) for slot in range(4)]
-    assert processes[:2] == processes[2:] and len({home, *processes}) == 3
+    assert all(view.notes.split()[1:3] == ["False", "False"] for view in views.values())
+    assert len({home, *(view.notes.split()[0] for view in views.values())}) == 3
+
+
+@pytest.mark.parametrize("games, shares", [
+    ("aabbaabb", ["aaaa", "bbbb"]),
+    ("aaaabb", ["aaa", "abb"]),  # three each, though that takes game a to both
+    ("aaaa", ["aa", "aa"]),
+    ("abcd", ["ac", "bd"]),
+    ("a", ["a"]),
+])  # fmt: skip
+def test_a_game_is_in_one_worker_as_far_as_equal_shares_allow(pool, games, shares):
+    views = pool.reset({slot: ("train", ord(game)) for slot, game in enumerate(games)})
+    held = {}
+    for slot, game in enumerate(games):
+        held.setdefault(process(views[slot]), []).append(game)
+    assert sorted("".join(sorted(share)) for share in held.values()) == shares
+
+
+def test_shares_stay_equal_while_games_end_at_different_times(pool):
+    views = pool.reset({slot: ("train", slot) for slot in range(6)})
+    for turn in range(20):
+        views |= pool.step({slot: "a" for slot in range(6)})
+        ended = {slot: ("train", 90 - turn) for slot in ((turn, turn + 1) if turn % 3 else range(6))}
+        views |= pool.reset({slot % 6: game for slot, game in ended.items()})
+        assert sorted(Counter(map(process, views.values())).values()) == [3, 3]
+    assert max(int(view.notes.split()[3]) for view in views.values()) <= 5  # environments made in a worker
 
 
 def test_workers_work_side_by_side(pool):
@@ -214,7 +239,18 @@ def test_a_worker_that_hangs_is_replaced(pool):
         assert pool.step({0: "a" * 2_000_000}) == {0: None}
 
 
+@pytest.mark.parametrize("pool", [{"timeout": 1.6}], indirect=True)
+def test_the_time_limit_is_that_of_one_answer(pool):
+    pool.reset({slot: ("train", slot) for slot in range(8)})
+    views = pool.step({slot: "sleep 0.5" for slot in range(8)})  # in each worker four, one after the other
+    assert texts(views)[7] == "train 7 sleep 0.5" and None not in views.values()
+    with pytest.warns(UserWarning, match="gave no answer in time"):
+        views = pool.step({0: "a", 2: "sleep 1000", 1: "a"})
+    assert texts(views) == {0: None, 2: None, 1: "train 1 sleep 0.5 a"}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:the episode of game")
 def test_an_engine_that_breaks_costs_its_own_episode(workers):
     pool = Pool(Tally, workers)
     pool.reset({slot: ("train", slot) for slot in range(3)})
@@ -223,6 +259,26 @@ def test_an_engine_that_breaks_costs_its_own_episode(workers):
     assert pool.expert([2, 1]) == {2: None, 1: ("after a", "look 1")}
     assert texts(pool.reset({0: ("train", 4)})) == {0: "train 4"}
     pool.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_reason_of_a_crash_is_told_once(workers):
+    pool = Pool(Tally, workers)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for index in (5, 6):
+            pool.reset({0: ("train", index), 1: ("eval", index), 2: ("eval", 7)})
+            pool.step({0: "crash", 1: "crash", 2: "blind"})
+            assert pool.expert([2]) == {2: None}
+    pool.close()
+    assert [str(warning.message) for warning in told] in (
+        [
+            f"the episode of game {first} 5 crashed: the engine broke",
+            "the episode of game eval 7 crashed: the expert broke",
+        ]
+        for first in ("train", "eval")
+    )
+    assert {Path(warning.filename).name for warning in told} == {"test_pool.py"}
 
 
 @needs_proc
@@ -267,7 +323,7 @@ def test_a_world_plays_on_without_the_episodes_of_a_lost_worker():
     with pytest.warns(UserWarning, match="its episodes crashed"):
         (group,) = place.collect(None, 1)
     reasons = [member.stop_reason for member in group.trajectories]
-    assert reasons == [StopReason.STEP_LIMIT, StopReason.CRASHED] * 2
+    assert reasons == [StopReason.STEP_LIMIT] * 2 + [StopReason.CRASHED] * 2
     assert place.episodes == 4
     turns.extend([0] * 9)
     (group,) = place.collect(None, 1)
