@@ -15,13 +15,14 @@ each turn, the last turns in it as text) and full (a chat that only grows).
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +74,7 @@ class Env(Protocol):
     eval_splits: tuple[str, ...]  # its held-out splits, the usual one first; the other is "train"
     vocabulary: tuple[str, ...] | Corpus | None  # every word it says or accepts; None where that is unknown
     look_around: str  # at this state, the action of one who hesitates or is hasty: of no use
+    fingerprint: str  # of its games: a run goes on with the same alone
 
     def size(self, split: str) -> int:
         """The number of games in "train" or one of `eval_splits`."""
@@ -188,6 +190,7 @@ class Household:
     eval_splits = ("eval",)
     vocabulary = household.VOCABULARY
     look_around = "look"
+    fingerprint = str(household.SIZES)
 
     def size(self, split: str) -> int:
         return household.SIZES[split]
@@ -253,6 +256,10 @@ class AlfWorld:
         alfworld_engine.check_installed()
         self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
         self._game = None
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest("/".join(path.parts[-4:]) for games in self.games.values() for path in games)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -385,9 +392,22 @@ class WebShop:
     ranges = {"test": (0, 500), "validation": (500, 1500), "train": (1500, None)}  # of the goals
     eval_splits = ("validation", "test")
 
-    def __init__(self, data: str | None = None, goals: str = "synthetic", reward: str = "success"):
-        """`data`: the folder of the files; None: $WEBSHOP_DATA. Raises ValueError if something is missing."""
-        self.shop, self.reward = webshop_of(data, goals), reward
+    def __init__(
+        self,
+        data: str | None = None,
+        goals: str = "synthetic",
+        reward: str = "success",
+        products: str | None = None,
+    ):
+        """`data`: the folder of the files; None: $WEBSHOP_DATA. `products`: "small" or "all"; None: what is
+        there. Raises ValueError if something is missing, or both are there and neither is named."""
+        self.shop, self.reward = webshop_of(data, goals, products), reward
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the held-out goals: their order is drawn from all."""
+        held_out = (self.shop.goals[i] for i in range(min(1500, len(self.shop.goals))))
+        return _digest([repr(self.shop), *(f"{goal.asin} {goal.instruction_text}" for goal in held_out)])
 
     @property
     def vocabulary(self) -> Corpus:
@@ -435,7 +455,7 @@ class WebShop:
 
 
 @functools.lru_cache
-def webshop_of(data: str | None, goals: str) -> webshop.WebShop:
+def webshop_of(data: str | None, goals: str, products: str | None) -> webshop.WebShop:
     """The shop, loaded once a process. Raises ValueError if something is missing."""
     data = data or os.environ.get("WEBSHOP_DATA")
     if not data:
@@ -445,7 +465,7 @@ def webshop_of(data: str | None, goals: str) -> webshop.WebShop:
             f"$WEBSHOP_DATA; they come from {webshop.SOURCE}"
         )
     try:
-        shop = webshop.WebShop(data, goals=goals)
+        shop = webshop.WebShop(data, goals=goals, product_set=products)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from error
     first = WebShop.ranges["train"][0]
@@ -473,6 +493,10 @@ def webshop_corpus(shop: webshop.WebShop) -> Corpus:
 def make_env(name: str, **options) -> Env:
     """The environment of that name; the options are those of its class."""
     return env_class(name)(**options)
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def env_class(name: str) -> type[Env]:

@@ -44,6 +44,8 @@ class Args(rspo.Config):
     """Folder that holds json_2.1.1. Default: $ALFWORLD_DATA, or the one that alfworld-download fills."""
     webshop_data: str | None = None
     """Folder of WebShop's files. Default: $WEBSHOP_DATA."""
+    webshop_products: Literal["small", "all"] | None = None
+    """Its set of 1,000 products or the full one. Default: the one that is there."""
     webshop_goals: Literal["synthetic", "human"] = "synthetic"
     """Instructions made from attributes, or those that people wrote (for these, the full product set)."""
     webshop_reward: Literal["success", "score"] = "success"
@@ -230,7 +232,10 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
 OF_THE_CALL = (  # kept out of config.json
     *("preset", "out", "config", "resume", "resume_from", "eval_only", "plan", "gpu_memory_gb"),
 )
-OF_THE_MACHINE = ("threads", "device", "parallel_episodes", "env_workers", "alfworld_data", "webshop_data")
+OF_THE_MACHINE = (
+    *("threads", "device", "parallel_episodes", "env_workers"),
+    *("alfworld_data", "webshop_data", "webshop_products"),
+)
 WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
     *(*OF_THE_MACHINE, "total_steps", "eval_every", "micro_batch_tokens"),
     *("gradient_checkpointing", "keep_checkpoints", "tensorboard", "wandb_project"),
@@ -315,7 +320,9 @@ def env_maker(args: Args) -> Callable[[], Env]:
     """What builds one environment of the run, here or in a worker process."""
     options = {
         "alfworld": {"data": args.alfworld_data},
-        "webshop": {"data": args.webshop_data, "goals": args.webshop_goals, "reward": args.webshop_reward},
+        "webshop": {
+            name: getattr(args, f"webshop_{name}") for name in ("data", "goals", "reward", "products")
+        },
     }
     return functools.partial(make_env, args.env, **options.get(args.env, {}))
 
@@ -466,10 +473,8 @@ def check(args: Args, env: Env) -> None:
         refuse(args, "reward_model_backbone", "is no folder or hub id; leave it out for the starting model")
     if args.reward_model and not (Path(args.reward_model) / "reward_model.json").is_file():
         refuse(args, "reward_model", "holds no step reward model; leave it out to fit one")
-    if args.model == "tiny" and env.vocabulary is None:
-        refuse(
-            args, "model", f"the words of --env {args.env} are not known beforehand; give a language model"
-        )
+    if args.model == "tiny":
+        check_vocabulary(args, env)
     if args.model == "tiny" and args.tiny_width % (2 * args.tiny_heads):
         refuse(args, "tiny_width", f"must be a multiple of twice --tiny_heads {args.tiny_heads}")
     if args.eval_only and not args.out and args.model == "tiny":
@@ -494,6 +499,16 @@ def check(args: Args, env: Env) -> None:
             raise UsageError(flag.get(package, "") + why)
     if args.out and not args.resume:
         check_new_folder(args)
+
+
+def check_vocabulary(args: Args, env: Env) -> None:
+    try:
+        words = env.vocabulary
+    except ValueError as error:  # the games can be listed, but not read
+        raise UsageError(f"--env {args.env}: {error}") from None
+    if words is None:
+        why = f"the words of --env {args.env} are not known beforehand; give a language model"
+        refuse(args, "model", why)
 
 
 def check_device(args: Args) -> None:

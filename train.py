@@ -48,6 +48,7 @@ from buffer import Group, ReplayBuffer, StopReason, Trajectory
 from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
 from rollout import Dialogue, World
 
+OTHER_GAMES = "these are not the games that the run was trained on"
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
 
 # --- the pieces of a run ------------------------------------------------------------------------------------
@@ -384,6 +385,7 @@ class Recorder:
         state = {
             "step": step,
             "world": self.world.state_dict(),
+            "games": self.world.pool.env.fingerprint,
             "replay": replay.state_dict(),
             "sizes": self.log.sizes(),
             "seconds": time.perf_counter() - self.started,
@@ -488,6 +490,8 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
     say(f"run folder: {folder}" + (f", continued from {newest.name}" if newest else ""))
 
     world = make_world(args, base.chat, args.seed)
+    if newest and state["games"] != world.pool.env.fingerprint:
+        raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
 
     @functools.cache  # the step reward model may be fitted on those of the warm start
     def demonstrated(count: int) -> list[Trajectory]:
@@ -571,10 +575,15 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
     base = load_start(args, Path(args.out) if newest else None)
     folder = distributed.of_rank_0(lambda: folder_of(args))
     policy = make_policy(args, base)
+    trained_on = None
     if newest:
-        policy.load_state_dicts(checkpoint.read(newest).tensors)
+        saved = checkpoint.read(newest)
+        policy.load_state_dicts(saved.tensors)
+        trained_on = saved.state["games"]
     started, who, panels = time.perf_counter(), newest.name if newest else args.model, {}
     with contextlib.closing(make_world(args, base.chat, args.seed)) as world:
+        if trained_on not in (None, world.pool.env.fingerprint):
+            say(f"warning: {OTHER_GAMES}")
         for split in args.eval_splits:
             _, panels[split] = play_panel(args, world, policy, split)
             say(f"success in % on {panels[split]['games']} games of {split}")

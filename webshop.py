@@ -674,7 +674,8 @@ def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
         raise ValueError(f"product_set: one of {', '.join(SETS)}, not {product_set!r}")
     present = [name for name, files in SETS.items() if all((folder / file).exists() for file in files)]
     if product_set is None and len(present) == 2:
-        raise ValueError(f"{folder} holds both product sets, {' and '.join(SETS)}: name one (product_set)")
+        both = " and ".join(SETS)
+        raise ValueError(f"{folder} holds both product sets, {both}: name one with --webshop_products")
     chosen = product_set or (
         present[0] if present else "all" if (folder / SETS["all"][0]).exists() else "small"
     )

@@ -202,6 +202,10 @@ def test_the_sizes_are_those_of_the_lists(few_games):
         **{"train": 6, "valid_seen": 2, "valid_unseen": 1}
     }
     assert (env.step_limit, env.eval_splits) == (50, ("valid_seen", "valid_unseen"))
+    fingerprint = env.fingerprint
+    assert AlfWorld(few_games).fingerprint == fingerprint
+    env.games["valid_seen"] = env.games["valid_seen"][:1]
+    assert env.fingerprint != fingerprint
 
 
 # --- ALFWorld: a turn ---------------------------------------------------------------------------------------
@@ -458,6 +462,7 @@ def test_the_sizes_of_the_official_thousand_products():
     assert sought == set(env.task_types)
     with pytest.raises(ValueError, match=r"has 13 human goals; training begins at 1500"):
         WebShop(str(SHOP), goals="human")
+    assert env.fingerprint == WebShop(str(SHOP), products="small").fingerprint
 
 
 GOALS = (

@@ -197,7 +197,9 @@ def test_config_json_holds_every_value_and_gives_the_run_again(tmp_path):
     assert (
         None
         not in [
-            v for k, v in json.loads(path.read_text()).items() if k in flags.AUTO and not k.endswith("_data")
+            v
+            for k, v in json.loads(path.read_text()).items()
+            if k in flags.AUTO and k not in flags.OF_THE_MACHINE
         ][:9]
     )
     again, _ = flags.prepare(["--config", str(path)])
@@ -613,6 +615,17 @@ def test_each_split_has_its_panel_in_the_log_the_summary_and_the_tables(
     assert refused("--resume", f"--out={tmp_path}", "--total_steps=2", "--eval_splits", "eval").startswith(
         f"--eval_splits ('eval',): the run in {tmp_path} has ('hard', 'eval')"
     )
+
+    monkeypatch.setattr(TwoSplits, "fingerprint", "of other games")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main(["--resume", f"--out={tmp_path}", "--total_steps=2"])
+    assert capsys.readouterr().err == (
+        "error: --env household: these are not the games that the run was trained on; give the data that the "
+        "run began with\n"
+    )
+    train.main(["--eval_only", f"--out={tmp_path}", "--eval_splits", "eval"])
+    assert "warning: these are not the games that the run was trained on" in capsys.readouterr().out
 
 
 def _panel(line):

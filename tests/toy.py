@@ -55,7 +55,7 @@ class ToyEnv:
     """Three doors; "right" three times wins. A game's parity is its task type, and changes nothing."""
 
     name, task_types, step_limit, vocabulary = "toy", ("Left", "Right"), 3, tuple(WORDS)
-    look_around = "look"
+    look_around, fingerprint = "look", "ten games"
 
     def size(self, split):
         return {"train": 10, "eval": 4}[split]
