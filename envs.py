@@ -14,6 +14,7 @@ each turn, the last turns in it as text) and full (a chat that only grows).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,7 +23,7 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -272,11 +273,9 @@ class AlfWorld:
         path = self.games[split][index]
         if self._game:
             self._game.close()
-        try:
+        with _damage_is_a_crash(path):
             self._game = alfworld_engine.Game(path)
             state = self._game.reset()
-        except (ValueError, OSError) as error:
-            raise EnvironmentCrashed(str(error)) from error
         opening, _, task = state.text.strip().rpartition("\n\nYour task is to: ")
         observation, self._task = opening.rpartition("\n\n")[2], task.removesuffix(".")
         self._notes = Notebook(self._task, state.admissible)
@@ -286,7 +285,8 @@ class AlfWorld:
         return self._show(observation, state)
 
     def step(self, action: str) -> View:
-        state = self._game.step(action)
+        with _damage_is_a_crash(self._game.path):
+            state = self._game.step(action)
         self._walkthrough.heard(action, state.text)
         return self._show(state.text, state)
 
@@ -308,6 +308,14 @@ class AlfWorld:
             outcome=float(state.won),
             success=state.won,
         )
+
+
+@contextlib.contextmanager
+def _damage_is_a_crash(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, RecursionError) as error:  # the last: its grammar goes round in circles
+        raise EnvironmentCrashed(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 @functools.lru_cache

@@ -328,7 +328,7 @@ def test_a_broken_game_file_is_a_crash_and_the_next_game_is_played(few_games, tm
     assert env.reset("train", 2).task_type == "Look"
 
 
-def test_a_game_without_a_walkthrough_is_played_but_not_demonstrated(few_games, tmp_path):
+def test_a_damaged_game_is_played_as_far_as_it_can_be(few_games, tmp_path):
     env = AlfWorld(few_games)
     game = json.loads(env.games["train"][PICK].read_text())
     path = tmp_path / "pick_and_place_simple-CreditCard" / "trial" / "game.tw-pddl"
@@ -339,6 +339,14 @@ def test_a_game_without_a_walkthrough_is_played_but_not_demonstrated(few_games, 
     assert env.step("look").observation != "Nothing happens."
     with pytest.raises(EnvironmentCrashed, match=r"trial/game.tw-pddl: the game has no walkthrough"):
         env.searching_expert()
+
+    sentence = '"rhs": "You are not carrying anything."'
+    assert game["grammar"].count(sentence) == 1
+    round_in_circles = game["grammar"].replace(sentence, '"rhs": "#inventory.feedback#"')
+    path.write_text(json.dumps({**game, "grammar": round_in_circles}))
+    env.reset("train", 0)
+    with pytest.raises(EnvironmentCrashed, match=r"trial/game.tw-pddl: maximum recursion depth exceeded"):
+        env.step("inventory")
 
 
 # --- ALFWorld: the tiny model's words -----------------------------------------------------------------------
