@@ -37,9 +37,7 @@ from buffer import Batch, Row, Trajectory, micro_batches, rows_of
 from envs import Corpus
 
 TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
-CHUNK_LOGITS = (
-    2**23
-)  # elements of one (chunk, V) block of logits: 32 MB in fp32, of which six are alive at once
+CHUNK_LOGITS = 2**23  # elements of a (chunk, V) block of logits: 32 MB in fp32; six are alive at once
 
 
 # --- text to tokens and back ----------------------------------------------------------------------
