@@ -41,19 +41,25 @@ def running(pid):
         return False
 
 
-def children():
+def processes():
     """The processes of this one, zombies included."""
-    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return set(path.read_text().split() if path.exists() else [])
 
 
 @pytest.fixture
-def pool(request):
+def before():
+    """Those that other tests have left."""
+    return processes()
+
+
+@pytest.fixture
+def pool(request, before):
     """Two workers."""
     pool = Pool(Tally, 2, **getattr(request, "param", {}))
     yield pool
     pool.close()
-    if Path("/proc/self/stat").exists():
-        assert children() == []
+    assert processes() == before
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -282,13 +288,13 @@ def test_each_reason_of_a_crash_is_told_once(workers):
 
 
 @needs_proc
-def test_a_mistake_in_an_environment_is_the_callers_to_see():
+def test_a_mistake_in_an_environment_is_the_callers_to_see(before):
     for slots in ([0, 1, 2], [1]):
         pool = Pool(Tally, 2)
         pool.reset({slot: ("train", 0) for slot in slots})
         with pytest.raises(RuntimeError, match=r"(?s)in step.*ValueError: a mistake in the environment"):
             pool.step({slot: "err" if slot == 1 else "a" for slot in slots})
-        assert children() == []
+        assert processes() == before
         with pytest.raises(RuntimeError, match="closed"):
             pool.step({0: "a"})
     pool = Pool(Tally)
@@ -298,14 +304,14 @@ def test_a_mistake_in_an_environment_is_the_callers_to_see():
 
 
 @needs_proc
-def test_an_environment_that_cannot_be_built_is_an_error_at_once():
+def test_an_environment_that_cannot_be_built_is_an_error_at_once(before):
     with pytest.raises(ValueError, match="'elsewhere' is unknown"):
         Pool(functools.partial(make_env, "elsewhere"), 2)
     with pytest.raises(RuntimeError, match=r"(?s)here_only.*OSError: the disk is on fire"):
         Pool(functools.partial(here_only, os.getpid(), "raise"), 1)
     with pytest.raises(RuntimeError, match=r"new worker process \d+ ended with exit status 7"):
         Pool(functools.partial(here_only, os.getpid(), "exit"), 1)
-    assert children() == []
+    assert processes() == before
 
 
 def test_a_world_plays_on_without_the_episodes_of_a_lost_worker():
@@ -332,18 +338,18 @@ def test_a_world_plays_on_without_the_episodes_of_a_lost_worker():
 
 
 @needs_proc
-def test_closing_leaves_nothing_behind():
+def test_closing_leaves_nothing_behind(before):
     pool = Pool(Tally, 3)
-    assert len(children()) == 3
+    assert len(processes() - before) == 3
     pool.close()
-    assert children() == []
+    assert processes() == before
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.reset({0: ("train", 0)})
     pool = Pool(Tally, 1)
     del pool
     gc.collect()
-    assert children() == []
+    assert processes() == before
 
 
 PROGRAM = """
