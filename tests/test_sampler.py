@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from device import DEVICE
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -20,7 +21,7 @@ OTHERS = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
 
 def make(rank=0, words=WORDS, scale=2.0, temperature=1.0, **settings):
     """A policy far from uniform whose adapter, if it has one, matters."""
-    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "max_length": 256, **settings}
+    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "max_length": 256, "device": DEVICE, **settings}
     base = load_base("tiny", vocabulary=words, **sizes)
     policy = Policy(base, lora_rank=rank, lora_alpha=8, learning_rate=1e-2, temperature=temperature)
     generator = torch.Generator().manual_seed(1)
@@ -56,7 +57,7 @@ def follow(policy, prompts, replies, text="look"):
 
 def batch_of(prompt, ids):
     step = Step(prompt, ids, [0.0] * len(ids), "", "", True)
-    return pad_rows(rows_of(Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)), pad_id=0)
+    return pad_rows(rows_of(Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)), 0, DEVICE)
 
 
 def scored(policy, prompt, reply: Sample):
@@ -89,17 +90,17 @@ def test_a_uniform_number_picks_by_cumulative_probability():
             return self.value
 
     # probabilities 0, 0.2, 0, 0.5, 0.3, 0: cumulative 0, 0.2, 0.2, 0.7, 1.0, 1.0
-    logits = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0]).log()
+    logits = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0], device=DEVICE).log()
     numbers = [0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53]
     token, logprob = draw(logits.expand(6, 6), [Fixed(u) for u in numbers], 1.0)
     assert token.tolist() == [1, 1, 3, 3, 4, 4]
     # ln 0.2 = -1.60944, ln 0.5 = -0.69315, ln 0.3 = -1.20397
     expected = torch.tensor([-1.60944, -1.60944, -0.69315, -0.69315, -1.20397, -1.20397])
-    torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprob.cpu(), expected, atol=1e-5, rtol=0)
 
 
 def test_temperature_shapes_the_draw_and_its_log_prob():
-    logits = torch.tensor([[2.0, 0.0]]).expand(2000, 2)
+    logits = torch.tensor([[2.0, 0.0]], device=DEVICE).expand(2000, 2)
     token, logprob = draw(logits, rngs(2000), 0.5)
     # p(1) = 1 / (1 + e^4) = 0.018, so 36 of 2000, standard deviation 6
     assert 12 < int((token == 1).sum()) < 60
@@ -111,7 +112,7 @@ def test_temperature_shapes_the_draw_and_its_log_prob():
 def test_logits_that_are_no_numbers_are_not_drawn_from():
     for bad in (float("nan"), float("inf")):
         with pytest.raises(FloatingPointError, match="lower its learning rate"):
-            draw(torch.tensor([[0.0, 1.0], [0.0, bad]]), rngs(2), 1.0)
+            draw(torch.tensor([[0.0, 1.0], [0.0, bad]], device=DEVICE), rngs(2), 1.0)
 
 
 def test_no_setting_of_the_checkpoint_narrows_the_draw():
@@ -161,7 +162,7 @@ def test_replies_end_with_a_stop_token_or_at_the_limit():
 def test_greedy_is_what_generate_decodes():
     policy, prompts = make(words=[*WORDS, *OTHERS], scale=0.6), prompts_of(6, seed=4)
     for prompt, reply in zip(prompts, sample(policy, prompts, temperature=0.0, max_tokens=30), strict=True):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=DEVICE)
         expected = policy.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -303,16 +304,18 @@ def test_a_call_that_failed_leaves_nothing_to_reuse():
 
 def test_cache_grows_takes_and_gives_back():
     cache = Cache(room=1)
-    block = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
+    block = torch.arange(2 * 1 * 3 * 2.0, device=DEVICE).reshape(2, 1, 3, 2)
+    row = torch.tensor([1], device=DEVICE)
     cache.update(block, block + 100, 0)
     cache.columns = 3
-    part = cache.take(torch.tensor([1]), torch.tensor([[2, 0]]))  # columns 2 and 0 of row 1
+    part = cache.take(row, torch.tensor([[2, 0]], device=DEVICE))  # columns 2 and 0 of row 1
     assert part.layers[0][0][0, 0].tolist() == [[10.0, 11.0], [6.0, 7.0]] and part.columns == 2
-    whole = cache.take(torch.tensor([1]))
+    whole = cache.take(row)
     for value in (1.0, 2.0, 3.0):
-        whole.update(torch.full((1, 1, 1, 2), value), torch.full((1, 1, 1, 2), -value), 0)
+        block = torch.full((1, 1, 1, 2), value, device=DEVICE)
+        whole.update(block, -block, 0)
         whole.columns += 1
-    cache.put_back(torch.tensor([1]), whole)
+    cache.put_back(row, whole)
     assert cache.columns == 6
     keys, values = (x[:, 0, :6, 0].tolist() for x in cache.layers[0])
     assert keys == [[0.0, 2.0, 4.0, 0.0, 0.0, 0.0], [6.0, 8.0, 10.0, 1.0, 2.0, 3.0]]
