@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from device import DEVICE
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -149,7 +148,7 @@ def batch_of(rows, prompt, reply, vocab=331):
         step = Step(prompt_ids, reply_ids, [0.0] * reply, "", "", True)
         return Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)
 
-    return pad_rows([row for _ in range(rows) for row in rows_of(episode())], 0, DEVICE)
+    return pad_rows([row for _ in range(rows) for row in rows_of(episode())], 0)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -157,7 +156,7 @@ def batch_of(rows, prompt, reply, vocab=331):
 def test_activations_are_the_bytes_that_autograd_keeps(rank, dtype, autocast):
     model = small()
     policy_module.cast(model, getattr(torch, dtype))
-    base = Base(model, SimpleNamespace(pad_id=0), DEVICE, autocast=autocast)
+    base = Base(model, SimpleNamespace(pad_id=0), autocast=autocast)
     agent, batch = Policy(base, lora_rank=rank), batch_of(rows=2, prompt=60, reply=41)
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
 

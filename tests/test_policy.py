@@ -473,7 +473,7 @@ def test_chunks_equal_the_whole(rank, monkeypatch):
     whole = gradients()
     monkeypatch.setattr(policy_module, "token_logprobs", lambda *a: token_logprobs(*a[:4], 3, *a[5:]))
     chunked = gradients()
-    torch.testing.assert_close(whole, chunked, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(whole, chunked, atol=1e-5 * LOOSER, rtol=1e-4)
 
 
 def test_log_probs_equal_those_of_the_whole_model():
@@ -481,7 +481,7 @@ def test_log_probs_equal_those_of_the_whole_model():
     logits = learner.model(BATCH.input_ids, attention_mask=BATCH.attention_mask).logits / 0.5
     for i, j in BATCH.action_mask.nonzero().tolist():
         expected = logits[i, j - 1].log_softmax(-1)[BATCH.input_ids[i, j]]
-        assert learner.logprobs(BATCH)[0][i, j].item() == pytest.approx(expected.item(), abs=1e-5)
+        assert learner.logprobs(BATCH)[0][i, j].item() == pytest.approx(expected.item(), abs=1e-5 * LOOSER)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
@@ -500,14 +500,14 @@ def test_padding_and_neighbours_change_nothing(kind):
     expected = learner.logprobs(alone)[0][alone.action_mask]
     with_longer = batch_of(episode(2, seed=5), episode(5, seed=6))
     actual = learner.logprobs(with_longer)[0][0][with_longer.action_mask[0]]
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-4 * LOOSER, rtol=0)
     for pads in (3, 8):  # on the left
         ids, seen, mask = (
             torch.nn.functional.pad(x, (pads, 0))
             for x in (alone.input_ids, alone.attention_mask, alone.action_mask)
         )
         actual = learner.logprobs(Batch(alone.rows, ids, seen, mask))[0][mask]
-        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-4 * LOOSER, rtol=0)
 
 
 @pytest.mark.parametrize("rank", RANKS)

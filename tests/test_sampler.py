@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from device import DEVICE
+from device import DEVICE, LOOSER
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -172,7 +172,7 @@ def test_greedy_is_what_generate_decodes():
             pad_token_id=0,
         )[0, len(prompt) :]
         assert reply.token_ids == expected.tolist()
-        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_log_probs_are_the_trainers_over_many_turns(rank, context):
         slots, prompts = list(live), list(live.values())
         replies = sample(policy, prompts, sampler, 0.8, max_tokens=10, seed=turn, slots=slots)
         for slot, prompt, reply in zip(slots, prompts, replies, strict=True):
-            assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+            assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
             lengths.add(len(reply.token_ids))
             heard = " ".join(rng.choices(["look", "go", "mug 1"], k=rng.randint(1, 6)))
             new = policy.chat.extend(reply.token_ids, heard)
@@ -231,7 +231,7 @@ def test_prompts_may_be_read_in_parts(monkeypatch):
     assert rows == 5 and fewer < 5
     assert [reply.token_ids for reply in parts] == [reply.token_ids for reply in whole]
     for part, reply in zip(parts, whole, strict=True):
-        assert part.logprobs == pytest.approx(reply.logprobs, abs=1e-5)
+        assert part.logprobs == pytest.approx(reply.logprobs, abs=1e-5 * LOOSER)
 
 
 def test_finished_rows_leave_the_batch():
@@ -258,7 +258,7 @@ def test_nothing_cached_survives_a_change_of_weights(rank):
             meter.calls.clear()
         replies = sample(actor, prompts, sampler)
         for p, reply in zip(prompts, replies, strict=True):
-            assert reply.logprobs == pytest.approx(scored(actor, p, reply), abs=1e-4)
+            assert reply.logprobs == pytest.approx(scored(actor, p, reply), abs=1e-4 * LOOSER)
         return (meters[0].calls + meters[1].calls)[0][1]
 
     whole = max(map(len, longer := extended(policy)))
@@ -299,7 +299,7 @@ def test_a_call_that_failed_leaves_nothing_to_reuse():
         sample(policy, later, sampler)
     policy.logits = logits
     for prompt, reply in zip(later, sample(policy, later, sampler), strict=True):
-        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
 
 
 def test_cache_grows_takes_and_gives_back():
