@@ -1,4 +1,4 @@
-"""What several test files share: ALFWorld's games, unpacked once a session where they are at hand."""
+"""What several test files share: the device they run on, and ALFWorld's games, unpacked once a session."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,9 @@ from device import DEVICE
 
 import alfworld_engine
 
-if DEVICE != "cpu":  # tests that compare bits need sums in one order
+if DEVICE == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runs that tests start shall find no GPU either
+else:  # tests that compare bits need sums in one order
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     import torch
 
