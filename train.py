@@ -464,6 +464,7 @@ def set_up(args: Args) -> None:
             + "; --dtype float32 is faster here"
         )
     torch.set_num_threads(max(1, args.threads // distributed.local_world_size()))
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length, so for every token sampled
     if (device := torch.device(device_of(args))).index is not None:
         torch.cuda.set_device(device)
     torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook

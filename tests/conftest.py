@@ -1,12 +1,22 @@
-"""What several test files share: ALFWorld's games, unpacked once a session where they are at hand."""
+"""What several test files share: the device they run on, and ALFWorld's games, unpacked once a session."""
 
 import importlib.metadata
+import os
 import tarfile
 from pathlib import Path
 
 import pytest
+from device import DEVICE
 
 import alfworld_engine
+
+if DEVICE == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runs that tests start shall find no GPU either
+else:  # tests that compare bits need sums in one order
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 ALFWORLD = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
 FEW = {  # one of each type, the quickest to translate; and which of the three splits hold it

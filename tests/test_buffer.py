@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from device import DEVICE
 from torch import tensor
 
 from buffer import Group, ReplayBuffer, Row, Step, StopReason, Trajectory, micro_batches, pad_rows, rows_of
@@ -103,7 +104,7 @@ ACTIONS = [*range(100, 110), *range(200, 210), *range(300, 310)]
 def test_the_action_mask_shows_exactly_the_sampled_tokens(append_only, lengths):
     rows = rows_of(three_turns(append_only))
     assert [len(row.input_ids) for row in rows] == lengths  # append-only: 2 + 10 + 10 + 10 + 10 + 10
-    batch = pad_rows(rows, pad_id=0)
+    batch = pad_rows(rows, 0, DEVICE)
     assert batch.input_ids[batch.action_mask].tolist() == ACTIONS
     assert sum(row.action_tokens for row in rows) == 30
     assert [x for row in rows for x in tensor(row.input_ids)[row.action_mask].tolist()] == ACTIONS
@@ -135,13 +136,14 @@ def test_making_rows_leaves_the_steps_alone():
 
 def test_rows_are_padded_on_the_right_and_columns_with_them():
     rows = [Row(episode(), [5, 6, 7], [(0, 1, 2)]), Row(episode(), [8, 9], [(0, 1, 2)])]
-    batch = pad_rows(rows, pad_id=3)
+    batch = pad_rows(rows, 3, DEVICE)
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
     assert batch.attention_mask.tolist() == [[True, True, True], [True, True, False]]
     assert batch.action_mask.tolist() == [[False, True, False], [False, True, False]]
-    batch.store("old_logprobs", tensor([[0.0, -1, 0], [0, -2, 99]], requires_grad=True))
+    batch.store("old_logprobs", tensor([[0.0, -1, 0], [0, -2, 99]], requires_grad=True, device=DEVICE))
     assert rows[0].old_logprobs.tolist() == [0, -1, 0] and rows[1].old_logprobs.tolist() == [0, -2]
-    assert not rows[0].old_logprobs.requires_grad
+    assert not rows[0].old_logprobs.requires_grad and rows[0].old_logprobs.device.type == "cpu"
+    assert batch.column("old_logprobs").device == batch.input_ids.device
     assert batch.column("old_logprobs").tolist() == [[0, -1, 0], [0, -2, 0]]
     for wrong in (torch.zeros(2, 1), torch.zeros(1, 3), torch.zeros(2, 4)):
         with pytest.raises(AssertionError):
@@ -151,7 +153,7 @@ def test_rows_are_padded_on_the_right_and_columns_with_them():
 def test_micro_batches_hold_every_row_once_within_the_token_budget():
     lengths = [3, 40, 7, 7, 1, 12, 5, 20, 2, 6]
     rows = [Row(episode(), [i] * length, [(0, 0, length)]) for i, length in enumerate(lengths)]
-    batches = list(micro_batches(rows, 24, pad_id=99))
+    batches = list(micro_batches(rows, 24, 99, DEVICE))
     assert sorted(row.input_ids[0] for batch in batches for row in batch.rows) == list(range(10))
     # 40 is over the budget and goes alone; then 20 | 12, 7 | 7, 6, 5 | 3, 2, 1
     assert [list(batch.input_ids.shape) for batch in batches] == [[1, 40], [1, 20], [2, 12], [3, 7], [3, 3]]

@@ -1,8 +1,9 @@
+import functools
 import math
 
 import pytest
 import torch
-from torch import tensor
+from device import DEVICE
 
 import losses
 from losses import (
@@ -19,10 +20,11 @@ from losses import (
 )
 
 NAN, INF = float("nan"), float("inf")
+tensor = functools.partial(torch.tensor, device=DEVICE)
 
 
 def close(actual, expected, tolerance=1e-5):
-    expected = torch.as_tensor(expected, dtype=actual.dtype)
+    expected = torch.as_tensor(expected, dtype=actual.dtype, device=actual.device)
     return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -56,13 +58,16 @@ def test_an_advantage_compares_an_episode_with_its_own_group():
 
 def test_two_successes_among_eight_episodes():
     # mean 1/4, variance (2 * 9/16 + 6 * 1/16) / 7 = 0.214286, std 0.462910
-    advantages = group_advantages(tensor([1.0, 1, 0, 0, 0, 0, 0, 0]), torch.zeros(8, dtype=torch.long))
+    advantages = group_advantages(
+        tensor([1.0, 1, 0, 0, 0, 0, 0, 0]), torch.zeros(8, dtype=torch.long, device=DEVICE)
+    )
     assert close(advantages, [1.620185] * 2 + [-0.540062] * 6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_shuffled_rows_give_the_same_bits_shuffled(dtype, normalize_std):
+    # On the CPU, where advantages are computed: a GPU adds up in whatever order its threads arrive
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(40, generator=generator, dtype=dtype)
     ids = torch.randint(0, 5, (40,), generator=generator)
@@ -80,8 +85,9 @@ def test_uneven_interleaved_groups_only_centred():
 
 
 def test_within_each_group_advantages_sum_to_zero_with_unit_std():
-    rewards = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
-    advantages = group_advantages(rewards.flatten(), torch.arange(5).repeat_interleave(8)).reshape(5, 8)
+    rewards = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    ids = torch.arange(5, device=DEVICE).repeat_interleave(8)
+    advantages = group_advantages(rewards.flatten(), ids).reshape(5, 8)
     assert advantages.sum(1).abs().max() < 1e-5
     assert (advantages.std(1) - 1).abs().max() < 1e-3
 
@@ -172,7 +178,7 @@ def test_the_step_limit_counts_as_failure_unless_a_bootstrap_value_is_given():
 
 
 def test_gae_keeps_a_nan_in_sight():
-    advantages, _ = gae(tensor([0.0, NAN, 1.0]), torch.zeros(3), 1.0, 1.0)
+    advantages, _ = gae(tensor([0.0, NAN, 1.0]), tensor([0.0, 0, 0]), 1.0, 1.0)
     assert advantages.isnan().tolist() == [True, True, False]
 
 
@@ -247,9 +253,8 @@ def test_a_replayed_token_that_a_fixed_clip_would_kill_keeps_its_gradient():
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_before_the_first_step_nothing_is_clipped_whatever_the_behaviour_policy_was(advantage):
-    old = torch.linspace(-60, 0, 601).unsqueeze(
-        0
-    )  # c from e^-50 to e^10, some of them beyond the cut at e^-20
+    # c from e^-50 to e^10, some of them beyond the cut at e^-20
+    old = torch.linspace(-60, 0, 601, device=DEVICE).unsqueeze(0)
     arguments = old, torch.full_like(old, -10.0), torch.full_like(old, advantage), everywhere(old), 0.2
     value, slope = with_gradient(clipped_surrogate, old, *arguments)
     assert torch.equal(value, slope) and (slope * advantage < 0).all()
@@ -272,8 +277,10 @@ def test_the_trust_region_in_terms_of_the_old_policy(c, low, high):
 
 def test_clipped_names_exactly_the_tokens_without_gradient():
     generator = torch.Generator().manual_seed(2)
-    logprobs, old, behavior, advantages = (torch.randn(4, 4, 200, generator=generator) * 0.4).unbind(0)
-    mask = torch.rand(4, 200, generator=generator) < 0.7
+    logprobs, old, behavior, advantages = (
+        torch.randn(4, 4, 200, generator=generator).to(DEVICE) * 0.4
+    ).unbind(0)
+    mask = torch.rand(4, 200, generator=generator).to(DEVICE) < 0.7
     arguments = old, behavior, advantages, mask, 0.2
     _, slope = with_gradient(clipped_surrogate, logprobs, *arguments)
     hit = clipped(logprobs, *arguments)
@@ -290,7 +297,7 @@ def test_clipped_looks_at_the_sign_of_the_advantage_and_at_the_mask():
 
 
 def test_no_gradient_reaches_the_old_and_the_behaviour_policy():
-    logprobs, old, behavior = (torch.full((1, 3), -x, requires_grad=True) for x in (1.0, 1.1, 1.3))
+    logprobs, old, behavior = (tensor([[-x] * 3], requires_grad=True) for x in (1.0, 1.1, 1.3))
     clipped_surrogate(logprobs, old, behavior, row(1, -1, 2), everywhere(old), 0.2).sum().backward()
     kl_to_reference(logprobs, old, everywhere(old)).sum().backward()
     assert logprobs.grad is not None and old.grad is None and behavior.grad is None
@@ -321,7 +328,7 @@ def test_kl_by_hand():
 def test_kl_estimates_one_direction_and_as_a_loss_follows_the_other():
     """p = [0.7, 0.3] against ref = [0.5, 0.5]: KL(p || ref) = 0.08228, d KL(ref || p) / d logit = 0.2."""
     logit = tensor(math.log(0.7 / 0.3), requires_grad=True)
-    logprobs = torch.stack([logit, torch.zeros(())]).log_softmax(0).unsqueeze(0)
+    logprobs = torch.stack([logit, tensor(0.0)]).log_softmax(0).unsqueeze(0)
     kl = kl_to_reference(logprobs, row(0.5, 0.5).log(), everywhere(row(1, 1)))
     expectation = (logprobs.exp().detach() * kl).sum()
     expectation.backward()
@@ -361,7 +368,7 @@ LOSSES = {
 @pytest.mark.parametrize("garbage", [1e4, -1e4, INF, -INF, NAN])
 def test_what_stands_under_the_mask_changes_nothing(name, garbage):
     generator = torch.Generator().manual_seed(3)
-    clean = torch.randn(4, 2, 3, generator=generator).unbind(0)
+    clean = torch.randn(4, 2, 3, generator=generator).to(DEVICE).unbind(0)
     dirty = [torch.where(MASK, x, garbage) for x in clean]
     value, slope = with_gradient(LOSSES[name], *clean)
     again, slope_again = with_gradient(LOSSES[name], *dirty)
@@ -399,8 +406,10 @@ def test_a_log_ratio_is_cut_at_20():
 
 def test_the_cut_leaves_ordinary_ratios_bit_identical(monkeypatch):
     generator = torch.Generator().manual_seed(4)
-    logprobs, old, behavior = (torch.rand(3, 8, 100, generator=generator) * 5).unbind(0)  # |difference| < 5
-    arguments = old, behavior, torch.randn(8, 100, generator=generator), everywhere(old), 0.2
+    draws = torch.rand(3, 8, 100, generator=generator).to(DEVICE)
+    logprobs, old, behavior = (draws * 5).unbind(0)  # |difference| < 5
+    advantages = torch.randn(8, 100, generator=generator).to(DEVICE)
+    arguments = old, behavior, advantages, everywhere(old), 0.2
     cut = [
         *with_gradient(clipped_surrogate, logprobs, *arguments),
         kl_to_reference(logprobs, old, arguments[3]),
@@ -427,8 +436,8 @@ def test_a_nan_on_an_action_token_stays_in_sight(argument):
 
 
 def test_shapes_are_never_broadcast_and_masks_are_bool():
-    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    for wrong in (torch.zeros(2, 1), torch.zeros(3), torch.zeros(2, 3, dtype=torch.long)):
+    x, mask = torch.zeros(2, 3, device=DEVICE), torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
+    for wrong in (x[:, :1], x[0], x.long()):
         for i in range(4):
             inputs = [x] * 4
             inputs[i] = wrong
@@ -484,12 +493,15 @@ def test_a_mean_over_no_tokens_is_zero():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_gradient_does_not_know_how_rows_were_split(size):
     generator = torch.Generator().manual_seed(5)
-    features = torch.randn(8, 6, 3, generator=generator, dtype=torch.float64)
-    old, behavior, ref, advantages = torch.randn(4, 8, 6, generator=generator, dtype=torch.float64).unbind(0)
-    mask = torch.arange(6) < tensor([1, 6, 2, 5, 3, 4, 6, 1]).unsqueeze(1)  # rows of different lengths
+    features = torch.randn(8, 6, 3, generator=generator, dtype=torch.float64).to(DEVICE)
+    columns = torch.randn(4, 8, 6, generator=generator, dtype=torch.float64).to(DEVICE)
+    old, behavior, ref, advantages = columns.unbind(0)
+    mask = torch.arange(6, device=DEVICE) < tensor([1, 6, 2, 5, 3, 4, 6, 1]).unsqueeze(
+        1
+    )  # rows of different lengths
 
     def gradient(rows):
-        weights = torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True)
+        weights = tensor([0.1] * 3, dtype=torch.float64, requires_grad=True)
         for i in range(0, 8, rows):
             part = slice(i, i + rows)
             logprobs = features[part] @ weights

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device import DEVICE, LOOSER
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -42,9 +43,8 @@ RANKS = (0, 4)  # full weights, LoRA
 
 
 def tiny(seed=0, **sizes):
-    base = load_base(
-        "tiny", vocabulary=WORDS, **{"d_model": 16, "heads": 2, "intermediate": 32, "seed": seed, **sizes}
-    )
+    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "seed": seed, **sizes}
+    base = load_base("tiny", vocabulary=WORDS, device=DEVICE, **sizes)
     with torch.no_grad():  # far from the near-uniform start, so that differences show
         for p in base.model.parameters():
             if p.ndim == 2:
@@ -69,7 +69,7 @@ def episode(turns, seed=0, vocab=20):
 
 
 def batch_of(*episodes):
-    return pad_rows([row for e in episodes for row in rows_of(e)], pad_id=0)
+    return pad_rows([row for e in episodes for row in rows_of(e)], 0, DEVICE)
 
 
 BATCH = batch_of(episode(3, seed=1), episode(1, seed=2), episode(2, seed=3))
@@ -353,7 +353,7 @@ def test_tiny_model_is_the_seeds_and_loads_back(tmp_path):
     base.save(tmp_path)
     assert not base.changed
     check_model(str(tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE)
     assert torch.equal(model(BATCH.input_ids).logits, base.model(BATCH.input_ids).logits)
     message = "go to the desk 1 | nothing"
     loaded = load_base(str(tmp_path))
@@ -428,23 +428,23 @@ class Successor(torch.nn.Module):
 
 def test_a_log_prob_belongs_to_the_token_of_its_column():
     step = Step([0, 1], [2, 3, 4], [0.0] * 3, "", "", True)
-    learner = Policy(Base(Successor(), SimpleNamespace(pad_id=0)))
+    learner = Policy(Base(Successor(), SimpleNamespace(pad_id=0), DEVICE))
     logprobs, entropy = learner.logprobs(
         batch_of(Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)), True
     )
     # ln 0.9 = -0.10536, three times, at the columns of 2, 3, 4
     torch.testing.assert_close(
-        logprobs[0], torch.tensor([0.0, 0.0, -0.10536, -0.10536, -0.10536]), atol=1e-5, rtol=0
+        logprobs[0].cpu(), torch.tensor([0.0, 0.0, -0.10536, -0.10536, -0.10536]), atol=1e-5, rtol=0
     )
     # entropy = -0.9 ln 0.9 - 0.1 ln(0.1/9) = 0.09482 + 0.44998
     torch.testing.assert_close(
-        entropy[0], torch.tensor([0.0, 0.0, 0.54481, 0.54481, 0.54481]), atol=1e-4, rtol=0
+        entropy[0].cpu(), torch.tensor([0.0, 0.0, 0.54481, 0.54481, 0.54481]), atol=1e-4, rtol=0
     )
 
 
 def test_a_model_with_more_than_an_output_layer_is_refused():
     with pytest.raises(ValueError, match="'successor'.*cap"):
-        Base(Successor(cap=-1.0), SimpleNamespace(pad_id=0))
+        Base(Successor(cap=-1.0), SimpleNamespace(pad_id=0), DEVICE)
 
 
 def test_a_model_whose_weights_are_damaged_is_refused(tmp_path):
@@ -457,7 +457,8 @@ def test_a_model_whose_weights_are_damaged_is_refused(tmp_path):
 
 def test_temperature_divides_the_logits():
     # logits [2, 0] at 0.5: -ln(1 + e^-4) = -0.01815
-    scores = token_logprobs(lambda h: h, torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5, chunk=10)
+    hidden, target = torch.tensor([[2.0, 0.0]], device=DEVICE), torch.tensor([0], device=DEVICE)
+    scores = token_logprobs(lambda h: h, hidden, target, 0.5, chunk=10)
     assert scores[0].item() == pytest.approx(-0.01815, abs=1e-5)
 
 
@@ -472,7 +473,7 @@ def test_chunks_equal_the_whole(rank, monkeypatch):
     whole = gradients()
     monkeypatch.setattr(policy_module, "token_logprobs", lambda *a: token_logprobs(*a[:4], 3, *a[5:]))
     chunked = gradients()
-    torch.testing.assert_close(whole, chunked, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(whole, chunked, atol=1e-5 * LOOSER, rtol=1e-4)
 
 
 def test_log_probs_equal_those_of_the_whole_model():
@@ -480,7 +481,7 @@ def test_log_probs_equal_those_of_the_whole_model():
     logits = learner.model(BATCH.input_ids, attention_mask=BATCH.attention_mask).logits / 0.5
     for i, j in BATCH.action_mask.nonzero().tolist():
         expected = logits[i, j - 1].log_softmax(-1)[BATCH.input_ids[i, j]]
-        assert learner.logprobs(BATCH)[0][i, j].item() == pytest.approx(expected.item(), abs=1e-5)
+        assert learner.logprobs(BATCH)[0][i, j].item() == pytest.approx(expected.item(), abs=1e-5 * LOOSER)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
@@ -492,20 +493,21 @@ def test_padding_and_neighbours_change_nothing(kind):
 
         torch.manual_seed(0)
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}
-        base = Base(GPT2LMHeadModel(GPT2Config(vocab_size=30, **sizes)), SimpleNamespace(pad_id=0))
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=30, **sizes))
+        base = Base(model, SimpleNamespace(pad_id=0), DEVICE)
     learner = agent(base)
     alone = batch_of(episode(2, seed=5))
     expected = learner.logprobs(alone)[0][alone.action_mask]
     with_longer = batch_of(episode(2, seed=5), episode(5, seed=6))
     actual = learner.logprobs(with_longer)[0][0][with_longer.action_mask[0]]
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-4 * LOOSER, rtol=0)
     for pads in (3, 8):  # on the left
         ids, seen, mask = (
             torch.nn.functional.pad(x, (pads, 0))
             for x in (alone.input_ids, alone.attention_mask, alone.action_mask)
         )
         actual = learner.logprobs(Batch(alone.rows, ids, seen, mask))[0][mask]
-        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-4 * LOOSER, rtol=0)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -514,11 +516,11 @@ def test_micro_batches_do_not_change_the_gradient(rank):
     gradients = []
     for tokens in (1, 40, 10**6):
         learner = agent(tiny(), rank)
-        for batch in micro_batches(rows, tokens, 0):
+        for batch in micro_batches(rows, tokens, 0, DEVICE):
             (learner.logprobs(batch)[0].sum() / 30).backward()
         gradients.append([p.grad for p in learner.parameters])
-    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(gradients[1], gradients[2], atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[2], atol=1e-6 * LOOSER, rtol=1e-4)
+    torch.testing.assert_close(gradients[1], gradients[2], atol=1e-6 * LOOSER, rtol=1e-4)
 
 
 MEMORY_OF_LOG_PROBS = """
@@ -714,7 +716,7 @@ def test_reference_is_the_start_when_that_is_an_adapter(tmp_path, bias):
     tuned.save_pretrained(tmp_path / "adapter")
     base.chat.tokenizer.save_pretrained(tmp_path / "adapter")
 
-    loaded = load_base(str(tmp_path / "adapter"))
+    loaded = load_base(str(tmp_path / "adapter"), device=DEVICE)
     assert loaded.changed
     torch.testing.assert_close(loaded.model(BATCH.input_ids).logits, expected, atol=1e-4, rtol=1e-4)
     policy = agent(loaded, 4)
@@ -725,7 +727,7 @@ def test_dropout_of_a_checkpoint_is_ignored(tmp_path):
     base = tiny()
     base.model.config.attention_dropout = 0.5
     base.save(tmp_path)
-    policy = agent(load_base(str(tmp_path)), 4)
+    policy = agent(load_base(str(tmp_path), device=DEVICE), 4)
     train(policy)
     assert torch.equal(policy.logprobs(BATCH)[0], policy.logprobs(BATCH)[0])
     assert policy.model.config.attention_dropout == 0 and not any(m.training for m in policy.model.modules())
@@ -803,7 +805,7 @@ def test_saved_adapter_is_one_that_peft_loads(tmp_path):
     config = json.loads((tmp_path / "policy" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base").to(DEVICE)
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "policy").eval()
     torch.testing.assert_close(loaded(BATCH.input_ids).logits, policy.activate()(BATCH.input_ids).logits)
     assert "<assistant>" in (tmp_path / "policy" / "chat_template.jinja").read_text()
@@ -813,7 +815,7 @@ def test_saved_full_weights_are_a_model_folder(tmp_path):
     policy = agent(tiny())
     train(policy)
     policy.save(tmp_path)
-    loaded = load_base(str(tmp_path))
+    loaded = load_base(str(tmp_path), device=DEVICE)
     assert torch.equal(loaded.model(BATCH.input_ids).logits, policy.model(BATCH.input_ids).logits)
 
 
@@ -890,7 +892,9 @@ def test_rotary_frequencies_are_never_rounded():
     assert base.model.dtype == torch.bfloat16
     base.fp32()
     # 10000^(-i/4): a head has 8 dimensions, so 4 frequencies
-    torch.testing.assert_close(rotary.inv_freq, torch.tensor([1.0, 0.1, 0.01, 0.001]), atol=0, rtol=1e-6)
+    torch.testing.assert_close(
+        rotary.inv_freq.cpu(), torch.tensor([1.0, 0.1, 0.01, 0.001]), atol=0, rtol=1e-6
+    )
 
 
 def test_adapters_over_a_bf16_base_are_fp32():

@@ -1,4 +1,4 @@
-"""Facts about the step reward model. Models are of random weights, a few thousand parameters, on the CPU."""
+"""Facts about the step reward model. Models are of random weights, a few thousand parameters."""
 
 import copy
 import json
@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from device import DEVICE, LOOSER
 
 pytest.importorskip("transformers")
 
@@ -23,14 +24,16 @@ WORDS = ["put", "mug", "on", "desk", "go", "to", "shelf", "take", "look", "magic
 
 
 def tiny_base(seed=0):
-    return load_base("tiny", vocabulary=WORDS, d_model=16, layers=2, heads=2, intermediate=32, seed=seed)
+    sizes = {"d_model": 16, "layers": 2, "heads": 2, "intermediate": 32}
+    return load_base("tiny", vocabulary=WORDS, **sizes, seed=seed, device=DEVICE)
 
 
 def reward_model_of(base=None, trained=False, **settings):
     """A step reward model; `trained`: with a head whose scores are not all 0."""
     model = StepRewardModel.from_base(base or tiny_base(), **settings)
     if trained:
-        torch.nn.init.normal_(model.head[2].weight, std=0.2, generator=torch.Generator().manual_seed(1))
+        last = model.head[2].weight
+        last.copy_(0.2 * torch.randn(last.shape, generator=torch.Generator().manual_seed(1)))
     return model
 
 
@@ -79,7 +82,7 @@ def test_gradient_checkpointing_does_not_change_the_fit():
             warnings.simplefilter("ignore")  # that it has learned little
             reports.append(model.fit(episodes, **loss)["mse"])
         assert not any(module.training for module in model.modules())
-    assert reports[0] == pytest.approx(reports[1], rel=1e-5)
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5 * LOOSER)
 
 
 # --- the score and where it is read
@@ -94,9 +97,9 @@ def test_scores_do_not_depend_on_padding_or_batch_mates(context):
     together = model.step_scores([long, short, long])[1]
     padded = []
     for row in model.rows(short):
-        batch = pad_rows([row], model.chat.stop_ids[0])  # padding that is the end-of-turn token too
-        ids = torch.cat([batch.input_ids, torch.full((1, 5), model.chat.stop_ids[0])], dim=1)
-        batch.input_ids = ids
+        pad = model.chat.stop_ids[0]  # padding that is the end-of-turn token too
+        batch = pad_rows([row], pad, DEVICE)
+        batch.input_ids = torch.nn.functional.pad(batch.input_ids, (0, 5), value=pad)
         padded += model(batch).tolist()
     assert together == pytest.approx(alone, abs=1e-5)
     assert padded == pytest.approx(alone, abs=1e-5)
@@ -146,7 +149,7 @@ def test_the_score_is_tanh_of_the_head_on_the_last_hidden_layer():
     base = tiny_base()
     model = reward_model_of(base, trained=True)
     trajectory = episode(model.chat, SHORT, 1.0)
-    ids = torch.tensor([trajectory.steps[1].prompt_ids + trajectory.steps[1].action_ids])
+    ids = torch.tensor([trajectory.steps[1].prompt_ids + trajectory.steps[1].action_ids], device=DEVICE)
     with torch.no_grad():
         hidden = base.model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
         x = model.head[0].weight @ hidden + model.head[0].bias
@@ -159,7 +162,7 @@ def test_dropout_is_off_even_if_someone_switches_to_training_mode():
     config = copy.deepcopy(base.model.config)
     config.attention_dropout = 0.5
     backbone = transformers.AutoModel.from_config(config)
-    model = StepRewardModel(backbone, base.chat)
+    model = StepRewardModel(backbone, base.chat, device=DEVICE)
     torch.nn.init.ones_(model.head[2].weight)
     model.train()
     first, second = (model.step_scores([episode(base.chat, LONG, 1.0)]) for _ in range(2))
@@ -228,7 +231,7 @@ def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(context):
         if tokens:
             loss = model.backward(episodes)
         else:  # autograd on the definition
-            sums = [model(pad_rows(rows, 0)).sum() for rows in episodes]
+            sums = [model(pad_rows(rows, 0, DEVICE)).sum() for rows in episodes]
             mean = ((sums[0] - 1.0) ** 2 + (sums[1] - 0.25) ** 2) / 2
             mean.backward()
             loss = mean.item()
@@ -238,8 +241,8 @@ def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(context):
     assert gradient.abs().max() > 0.1
     for tokens in (100_000, 40, 1):  # everything at once; each episode alone; each row alone, read twice
         other_loss, other = loss_and_gradient(tokens)
-        assert other_loss == pytest.approx(loss, rel=1e-6)
-        torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-6)
+        assert other_loss == pytest.approx(loss, rel=1e-6 * LOOSER)
+        torch.testing.assert_close(other, gradient, atol=1e-6 * LOOSER, rtol=1e-6 * LOOSER)
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +252,7 @@ def fitted():
     episodes = random_episodes(model.chat, 300, wins=magic)
     seen = []
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "the step reward model")  # none that it has learned too little
         report = model.fit(
             episodes,
             epochs=8,
@@ -390,7 +393,7 @@ def test_a_saved_model_gives_the_same_scores_bit_by_bit(fitted, tmp_path):
     model, report, _ = fitted
     episodes = random_episodes(model.chat, 20, seed=9)
     model.save(tmp_path / "saved")
-    loaded = StepRewardModel.load(tmp_path / "saved", tiny_base(seed=4).chat)
+    loaded = StepRewardModel.load(tmp_path / "saved", tiny_base(seed=4).chat, device=DEVICE)
     assert loaded.step_scores(episodes) == model.step_scores(episodes)
     assert loaded.report == report
     assert not any(p.requires_grad for p in loaded.parameters())
@@ -488,7 +491,7 @@ def test_the_text_of_a_step_holds_the_task_two_past_turns_and_the_observation():
 
 
 def test_another_tokenizer_gives_one_bos_and_the_same_ids_for_fit_and_score(llama, tmp_path, monkeypatch):
-    model = StepRewardModel.from_pretrained(str(llama))
+    model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
     seen = []
     forward = StepRewardModel.forward
     monkeypatch.setattr(
@@ -515,19 +518,20 @@ def test_another_tokenizer_gives_one_bos_and_the_same_ids_for_fit_and_score(llam
     assert row.spans == [(1, len(row.input_ids) - 3, len(row.input_ids))] and row.input_ids[-1] == 2
 
     model.save(tmp_path)
-    loaded = StepRewardModel.load(tmp_path, tiny_base().chat)  # the policy's vocabulary does not matter here
+    # the policy's vocabulary does not matter here
+    loaded = StepRewardModel.load(tmp_path, tiny_base().chat, device=DEVICE)
     assert loaded.step_scores(episodes) == model.step_scores(episodes)
     assert (tmp_path / "tokenizer").is_dir()
 
 
 def test_text_that_is_too_long_for_the_backbone_is_refused_not_cut(llama):
-    model = StepRewardModel.from_pretrained(str(llama))
+    model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
     with pytest.raises(ValueError, match="toy/0 is 3.. tokens long.*reads 256.*longer context"):
         model.step_scores([episode(tiny_base().chat, [("mug " * 300, "look")], 1.0)])
 
 
 def test_a_backbone_with_another_tokenizer_learns_too(llama):
-    model = StepRewardModel.from_pretrained(str(llama))
+    model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
     episodes = random_episodes(tiny_base().chat, 200, wins=magic)
     report = model.fit(episodes, epochs=12, learning_rate=5e-3, held_out=0.2)
     assert report["auc"] > 0.9

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from device import DEVICE, LOOSER
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -20,7 +21,7 @@ OTHERS = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
 
 def make(rank=0, words=WORDS, scale=2.0, temperature=1.0, **settings):
     """A policy far from uniform whose adapter, if it has one, matters."""
-    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "max_length": 256, **settings}
+    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "max_length": 256, "device": DEVICE, **settings}
     base = load_base("tiny", vocabulary=words, **sizes)
     policy = Policy(base, lora_rank=rank, lora_alpha=8, learning_rate=1e-2, temperature=temperature)
     generator = torch.Generator().manual_seed(1)
@@ -56,7 +57,7 @@ def follow(policy, prompts, replies, text="look"):
 
 def batch_of(prompt, ids):
     step = Step(prompt, ids, [0.0] * len(ids), "", "", True)
-    return pad_rows(rows_of(Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)), pad_id=0)
+    return pad_rows(rows_of(Trajectory("", "", "", [step], 1.0, True, StopReason.FINISHED)), 0, DEVICE)
 
 
 def scored(policy, prompt, reply: Sample):
@@ -89,17 +90,17 @@ def test_a_uniform_number_picks_by_cumulative_probability():
             return self.value
 
     # probabilities 0, 0.2, 0, 0.5, 0.3, 0: cumulative 0, 0.2, 0.2, 0.7, 1.0, 1.0
-    logits = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0]).log()
+    logits = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0], device=DEVICE).log()
     numbers = [0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53]
     token, logprob = draw(logits.expand(6, 6), [Fixed(u) for u in numbers], 1.0)
     assert token.tolist() == [1, 1, 3, 3, 4, 4]
     # ln 0.2 = -1.60944, ln 0.5 = -0.69315, ln 0.3 = -1.20397
     expected = torch.tensor([-1.60944, -1.60944, -0.69315, -0.69315, -1.20397, -1.20397])
-    torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprob.cpu(), expected, atol=1e-5, rtol=0)
 
 
 def test_temperature_shapes_the_draw_and_its_log_prob():
-    logits = torch.tensor([[2.0, 0.0]]).expand(2000, 2)
+    logits = torch.tensor([[2.0, 0.0]], device=DEVICE).expand(2000, 2)
     token, logprob = draw(logits, rngs(2000), 0.5)
     # p(1) = 1 / (1 + e^4) = 0.018, so 36 of 2000, standard deviation 6
     assert 12 < int((token == 1).sum()) < 60
@@ -111,7 +112,7 @@ def test_temperature_shapes_the_draw_and_its_log_prob():
 def test_logits_that_are_no_numbers_are_not_drawn_from():
     for bad in (float("nan"), float("inf")):
         with pytest.raises(FloatingPointError, match="lower its learning rate"):
-            draw(torch.tensor([[0.0, 1.0], [0.0, bad]]), rngs(2), 1.0)
+            draw(torch.tensor([[0.0, 1.0], [0.0, bad]], device=DEVICE), rngs(2), 1.0)
 
 
 def test_no_setting_of_the_checkpoint_narrows_the_draw():
@@ -161,7 +162,7 @@ def test_replies_end_with_a_stop_token_or_at_the_limit():
 def test_greedy_is_what_generate_decodes():
     policy, prompts = make(words=[*WORDS, *OTHERS], scale=0.6), prompts_of(6, seed=4)
     for prompt, reply in zip(prompts, sample(policy, prompts, temperature=0.0, max_tokens=30), strict=True):
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=DEVICE)
         expected = policy.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -171,7 +172,7 @@ def test_greedy_is_what_generate_decodes():
             pad_token_id=0,
         )[0, len(prompt) :]
         assert reply.token_ids == expected.tolist()
-        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_log_probs_are_the_trainers_over_many_turns(rank, context):
         slots, prompts = list(live), list(live.values())
         replies = sample(policy, prompts, sampler, 0.8, max_tokens=10, seed=turn, slots=slots)
         for slot, prompt, reply in zip(slots, prompts, replies, strict=True):
-            assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+            assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
             lengths.add(len(reply.token_ids))
             heard = " ".join(rng.choices(["look", "go", "mug 1"], k=rng.randint(1, 6)))
             new = policy.chat.extend(reply.token_ids, heard)
@@ -230,7 +231,7 @@ def test_prompts_may_be_read_in_parts(monkeypatch):
     assert rows == 5 and fewer < 5
     assert [reply.token_ids for reply in parts] == [reply.token_ids for reply in whole]
     for part, reply in zip(parts, whole, strict=True):
-        assert part.logprobs == pytest.approx(reply.logprobs, abs=1e-5)
+        assert part.logprobs == pytest.approx(reply.logprobs, abs=1e-5 * LOOSER)
 
 
 def test_finished_rows_leave_the_batch():
@@ -257,7 +258,7 @@ def test_nothing_cached_survives_a_change_of_weights(rank):
             meter.calls.clear()
         replies = sample(actor, prompts, sampler)
         for p, reply in zip(prompts, replies, strict=True):
-            assert reply.logprobs == pytest.approx(scored(actor, p, reply), abs=1e-4)
+            assert reply.logprobs == pytest.approx(scored(actor, p, reply), abs=1e-4 * LOOSER)
         return (meters[0].calls + meters[1].calls)[0][1]
 
     whole = max(map(len, longer := extended(policy)))
@@ -298,21 +299,23 @@ def test_a_call_that_failed_leaves_nothing_to_reuse():
         sample(policy, later, sampler)
     policy.logits = logits
     for prompt, reply in zip(later, sample(policy, later, sampler), strict=True):
-        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4)
+        assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
 
 
 def test_cache_grows_takes_and_gives_back():
     cache = Cache(room=1)
-    block = torch.arange(2 * 1 * 3 * 2.0).reshape(2, 1, 3, 2)
+    block = torch.arange(2 * 1 * 3 * 2.0, device=DEVICE).reshape(2, 1, 3, 2)
+    row = torch.tensor([1], device=DEVICE)
     cache.update(block, block + 100, 0)
     cache.columns = 3
-    part = cache.take(torch.tensor([1]), torch.tensor([[2, 0]]))  # columns 2 and 0 of row 1
+    part = cache.take(row, torch.tensor([[2, 0]], device=DEVICE))  # columns 2 and 0 of row 1
     assert part.layers[0][0][0, 0].tolist() == [[10.0, 11.0], [6.0, 7.0]] and part.columns == 2
-    whole = cache.take(torch.tensor([1]))
+    whole = cache.take(row)
     for value in (1.0, 2.0, 3.0):
-        whole.update(torch.full((1, 1, 1, 2), value), torch.full((1, 1, 1, 2), -value), 0)
+        block = torch.full((1, 1, 1, 2), value, device=DEVICE)
+        whole.update(block, -block, 0)
         whole.columns += 1
-    cache.put_back(torch.tensor([1]), whole)
+    cache.put_back(row, whole)
     assert cache.columns == 6
     keys, values = (x[:, 0, :6, 0].tolist() for x in cache.layers[0])
     assert keys == [[0.0, 2.0, 4.0, 0.0, 0.0, 0.0], [6.0, 8.0, 10.0, 1.0, 2.0, 3.0]]

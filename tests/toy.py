@@ -6,6 +6,7 @@ import copy
 import random
 
 import torch
+from device import DEVICE
 from torch import nn
 
 from envs import View
@@ -84,11 +85,11 @@ class ToyEnv:
 class ToyPolicy:
     """Next-token logits given the last token alone. Same methods as policy.Policy."""
 
-    device, temperature, chat = "cpu", 1.0, ToyChat()
+    device, temperature, chat = DEVICE, 1.0, ToyChat()
 
     def __init__(self, name="policy", learning_rate=0.5):
         self.name, self.version, self.alive, self.learning_rate = name, 0, True, learning_rate
-        logits = torch.full((len(WORDS), len(WORDS)), -30.0)
+        logits = torch.full((len(WORDS), len(WORDS)), -30.0, device=DEVICE)
         logits[3, 4], logits[3, 5] = 0.5, 0.0  # after <agent>: left or right
         logits[[4, 5], 1] = 0.0  # then <end>
         self.logits, self.reference = nn.Parameter(logits), logits.clone()
@@ -133,7 +134,7 @@ class ToyPolicy:
 
 class ToyCritic:
     def __init__(self):
-        self.table = nn.Parameter(torch.zeros(len(WORDS)))
+        self.table = nn.Parameter(torch.zeros(len(WORDS), device=DEVICE))
         self.parameters = [self.table]
         self.optimizer = torch.optim.Adam(self.parameters, lr=0.5)
 
