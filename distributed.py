@@ -222,7 +222,7 @@ def _group(device: str):
     """The ranks' connection for tensors of that kind of device, made when it is first used."""
     if device == "cpu":
         return None  # gloo, the default
-    return dist.new_group(backend=dist.get_default_backend_for_device(device))
+    return dist.new_group(timeout=TO_ANSWER, backend=dist.get_default_backend_for_device(device))
 
 
 def check_alike(parameters: list[Tensor]) -> None:
