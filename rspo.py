@@ -302,6 +302,17 @@ def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row
     return [rows[start:end] for start, end in zip(cuts, [*cuts[1:], len(rows)], strict=True)]
 
 
+def sampler_gap(rows: list[Row]) -> dict[str, float]:
+    """|sampler log-prob - trainer log-prob| over the action tokens of fresh rows: rounding, or it is a fault:
+    an engine with stale weights, another temperature, other tokens. The loss reads the trainer's alone."""
+    columns = [row.spread([step.sampler_logprobs for step in row.trajectory.steps]) for row in rows]
+    gaps = [
+        (row.old_logprobs - column)[row.action_mask].abs() for row, column in zip(rows, columns, strict=True)
+    ]
+    gap = torch.cat(gaps).double()
+    return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
+
+
 class Totals:
     """Whole-batch means: sums and counts gathered over micro-batches, divided once at the end."""
 
@@ -400,6 +411,7 @@ def update(
                 totals.add("critic_grad_norm", agent.critic.step(config.max_grad_norm), 1)
     return {
         **totals.means(),
+        **sampler_gap(on_rows),
         "replayed_episodes": len(off),
         "alpha": alpha,
         "optimizer_steps": parts * config.epochs,
