@@ -776,6 +776,11 @@ def clear_cache(folder: str | os.PathLike | None = None) -> int:
     return len(files)
 
 
+def check_installed() -> None:
+    """ImportError where ALFWorld is not installed; it says how to."""
+    _versions()
+
+
 @functools.cache
 def _versions() -> str:
     try:

@@ -81,11 +81,8 @@ class Env(Protocol):
     def step(self, action: str) -> View:
         """Act. What is not admissible is answered by the environment and changes nothing."""
 
-    def expert(self) -> str:
-        """A good action from the present state, by an expert that knows all that is hidden."""
-
     def searching_expert(self) -> str:
-        """The same by an expert that knows only what this episode has shown."""
+        """A good action from the present state, for demonstrations. An environment may be without it."""
 
 
 # Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
@@ -247,7 +244,8 @@ class AlfWorld:
 
     def __init__(self, data: str | None = None):
         """`data`: the folder that holds json_2.1.1; None: $ALFWORLD_DATA, or where alfworld-download puts it.
-        Raises ValueError where there is none."""
+        ValueError where there is none, ImportError where ALFWorld is not installed: they say what to do."""
+        alfworld_engine.check_installed()
         self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
         self._game = None
 
@@ -425,7 +423,7 @@ def webshop_of(data: str | None, goals: str) -> webshop.WebShop:
 @functools.lru_cache
 def webshop_corpus(shop: webshop.WebShop) -> Corpus:
     """For the tiny model's tokenizer: training goals, titles, options, actions; ASINs are names."""
-    first, products = WebShop.ranges["train"][0], shop.products.values()
+    first, products = WebShop.ranges["train"][0], list(shop.products.values())[:5000]
     goals = {goal.instruction_text for goal in shop.goals[first : first + 20_000]}
     groups = [group for product in products for group in product.options.items()]
     options = {f"{name}: {value}" for name, values in groups for value in values}

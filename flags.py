@@ -131,7 +131,7 @@ class Args(rspo.Config):
     reward_model_backbone: str | None = None
     """Folder or hub id of the model it is made of. Default: the starting model."""
     reward_model_source: Literal["expert", "policy"] | None = None
-    """Who plays the episodes it is fitted on. Default: the noisy expert if there is one, else the policy."""
+    """Who plays the episodes it is fitted on. household, webshop: the noisy expert; else the policy."""
     reward_model_episodes: int | None = None
     """Episodes it is fitted on; a tenth of them is held out for the report on its fit. household: 2000."""
     reward_model_epochs: int = 2
@@ -201,18 +201,21 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
     "household": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
         **{"warm_start": 450, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2000},
-        **{"expert_share": 0.5, "hesitation_share": 0.45, "reward_model_episodes": 2000},
+        **{"expert_share": 0.5, "hesitation_share": 0.45},
+        **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
     "alfworld": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
         **{"warm_start": 900, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2500},
-        **{"expert_share": 0.5, "hesitation_share": 0.45, "reward_model_episodes": 2000},
-        "warm_start_games": 600,
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "warm_start_games": 600},
+        # that expert nearly always wins, and a reward model needs both
+        **{"reward_model_source": "policy", "reward_model_episodes": 1000},
     },
     "webshop": {
         **{"tiny_width": 96, "tiny_layers": 3, "history": 0, "max_prompt_tokens": 320, "max_new_tokens": 64},
         **{"warm_start": 1000, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 8000},
-        **{"expert_share": 0.75, "hesitation_share": 0.22, "reward_model_episodes": 2000},
+        **{"expert_share": 0.75, "hesitation_share": 0.22},
+        **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
 }
 OF_THE_CALL = ("preset", "out", "config", "resume", "resume_from", "eval_only")  # kept out of config.json
@@ -268,15 +271,11 @@ def resolve(args: Args, env: Env) -> Args:
         "dtype": "float32" if tiny else "bfloat16",
         "max_turns": env.step_limit,
         "eval_splits": env.eval_splits[:1],
-        "max_prompt_tokens": of_tiny["max_prompt_tokens"] * (4 if full else 1)
-        if tiny
-        else 8192
-        if full
-        else 2048,
+        "max_prompt_tokens": (of_tiny["max_prompt_tokens"] if tiny else 2048) * (4 if full else 1),
         "max_new_tokens": of_tiny["max_new_tokens"] if tiny else 512,
         "history": of_tiny["history"] if tiny else 2,
         "warm_start": of_tiny["warm_start"] * (8 if full else 3) // 3 if tiny else 0,
-        "reward_model_source": "expert" if has_expert(env) else "policy",
+        "reward_model_source": of_tiny["reward_model_source"] if has_expert(env) else "policy",
         "threads": 1 if tiny else os.cpu_count() or 1,
         "reward_model_lr": 1e-3 if tiny else 1e-5,
     }

@@ -270,13 +270,22 @@ class World:
 
         if not hasattr(self.pool.env, "searching_expert"):
             raise ValueError(f"{self.name} has no expert to show how it is played")
-        size = self.pool.env.size("train")
-        rng = random.Random(f"{self.seed} demonstration games")
-        drawn = (
-            rng.randrange(size) if games is None else self.game(rng.randrange(games)) for _ in range(episodes)
-        )
+        drawn = self._draw_games("demonstration", episodes, games)
         specs = [("train", game, f"demonstration {i}") for i, game in enumerate(drawn)]
         return self._play(answer, specs)
+
+    def practice(self, policy, episodes: int, games: int | None = None) -> list[Trajectory]:
+        """Training games played by a policy, but not for its training: not counted, and drawn as those of the
+        demonstrations are."""
+        drawn = self._draw_games("practice", episodes, games)
+        specs = [("train", game, f"practice {i}") for i, game in enumerate(drawn)]
+        return self._play_with(policy, self.temperature, specs)
+
+    def _draw_games(self, purpose: str, episodes: int, games: int | None) -> list[int]:
+        rng, size = random.Random(f"{self.seed} {purpose} games"), self.pool.env.size("train")
+        if games is None:
+            return [rng.randrange(size) for _ in range(episodes)]
+        return [self.game(rng.randrange(games)) for _ in range(episodes)]
 
     def game(self, position: int) -> int:
         """The training game at that place of the stream: each game once per epoch, in an order of the run's

@@ -190,7 +190,7 @@ def named_step_rewards(args: Args, base):
         raise UsageError(f"--{flag} {name}: {str(error).removeprefix(f'--model {name}: ')}") from None
 
 
-def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstrated, model):
+def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstrated: Demonstrated, model):
     """The step reward model: the `model` named by a flag, fitted if need be, or one made of the start."""
     from reward_model import StepRewardModel
 
@@ -202,10 +202,7 @@ def step_rewards(args: Args, folder: Path, base, policy, demonstrated: Demonstra
             episodes = demonstrated(args.reward_model_episodes)
         else:
             say(f"{count} the starting policy")
-            alone = dataclasses.replace(args, method="outcome", algo="ppo")  # every episode another task
-            with closing(make_world(alone, base.chat, f"{args.seed} step reward model")) as apart:
-                groups = apart.collect(policy, args.reward_model_episodes)
-            episodes = [group.trajectories[0] for group in groups]
+            episodes = world.practice(policy, args.reward_model_episodes, args.warm_start_games)
         model = model or StepRewardModel.from_base(base, seed=args.seed, **about_step_rewards(args, base))
         try:
             fit_step_rewards(args, model, episodes)
@@ -417,7 +414,7 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
     policy = make_policy(args, base)
     dense_reward = None
     if args.uses_dense_reward:
-        dense_reward = step_rewards(args, folder, base, policy, demonstrated, scorer)
+        dense_reward = step_rewards(args, folder, base, policy, world, demonstrated, scorer)
     demonstrated.cache_clear()
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
     if newest:
