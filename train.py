@@ -89,15 +89,21 @@ def load_start(args: Args, folder: Path | None):
     return base
 
 
-def make_world(args: Args, chat, seed: int | str) -> World:
-    from sampler import KVSampler
+def make_sampler(args: Args):
+    from sampler import KVSampler, VLLMSampler
 
+    if args.sampler == "vllm":
+        return VLLMSampler(args.max_prompt_tokens + args.max_new_tokens, args.vllm_memory)
+    return KVSampler()
+
+
+def make_world(args: Args, chat, seed: int | str) -> World:
     dialogue = Dialogue(
         chat, args.style, args.context, args.history, args.max_prompt_tokens, args.max_new_tokens
     )
     return World(
         env_maker(args),
-        KVSampler(),
+        make_sampler(args),
         dialogue,
         group_size=args.episodes_per_task,
         step_limit=args.max_turns,
@@ -482,6 +488,8 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
     set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
     folder = folder_of(args)
+    if base.changed and args.sampler == "vllm":  # merged from an adapter; vLLM loads it from a folder
+        checkpoint.write_folder(folder / "start", base.save)
     policy = make_policy(args, base)
     if newest:
         policy.load_state_dicts(checkpoint.read(newest).tensors)

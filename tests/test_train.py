@@ -66,6 +66,10 @@ def refused(*argv):
         ("--eval_splits eval eval", "--eval_splits ('eval', 'eval')", "name each split once"),
         ("--preset paper-alfworld --config x.json", "--config x.json", "give another"),
         ("--env alfworld --alfworld_data tests", "--alfworld_data tests", "alfworld-download"),
+        ("--sampler vllm", "--lora_rank 0", "give --lora_rank 8, or kv"),
+        ("--sampler vllm --lora_rank 513", "--lora_rank 513", "give no more, or kv"),
+        ("--sampler vllm --lora_rank 8 --temperature 0.001", "--temperature 0.001", "0.01 or more"),
+        ("--vllm_memory 1", "--vllm_memory 1.0", "between 0.01 and 0.99"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
         ("--device meta", "--device meta", "give auto, cpu"),
         ("--out tests", "--out tests", "give a new folder"),
@@ -104,6 +108,7 @@ def test_what_is_asked_for_and_not_installed_is_named(monkeypatch):
     assert refused("--tensorboard") == (
         "--tensorboard: the package tensorboard is not installed; pip install tensorboard"
     )
+    assert refused("--sampler", "vllm", "--lora_rank", "8").startswith("--sampler vllm: the package vllm")
 
 
 def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
