@@ -501,6 +501,9 @@ def check_sampler(args: Args) -> None:
         refuse(args, "lora_rank", why)
     if args.lora_rank > 512:
         refuse(args, "lora_rank", "with --sampler vllm: it has room for 512; give no more, or kv")
+    if args.model == "tiny" and args.tiny_width % (32 * args.tiny_heads):
+        why = f"with --sampler vllm: of --tiny_width {args.tiny_width} each must be 32 wide, or a multiple"
+        refuse(args, "tiny_heads", f"{why}; give {max(1, args.tiny_width // 32)}, or kv")
     for name in ("temperature", "eval_temperature"):
         if 0 < getattr(args, name) < 0.01:
             refuse(args, name, "with --sampler vllm: it samples at 0.01 or more, or at 0; give either, or kv")

@@ -68,7 +68,8 @@ def refused(*argv):
         ("--env alfworld --alfworld_data tests", "--alfworld_data tests", "alfworld-download"),
         ("--sampler vllm", "--lora_rank 0", "give --lora_rank 8, or kv"),
         ("--sampler vllm --lora_rank 513", "--lora_rank 513", "give no more, or kv"),
-        ("--sampler vllm --lora_rank 8 --temperature 0.001", "--temperature 0.001", "0.01 or more"),
+        ("--sampler vllm --lora_rank 8", "--tiny_heads 4", "give 2, or kv"),
+        ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 0.001", "--temperature 0.001", "at 0"),
         ("--vllm_memory 1", "--vllm_memory 1.0", "between 0.01 and 0.99"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
         ("--device meta", "--device meta", "give auto, cpu"),
@@ -108,7 +109,9 @@ def test_what_is_asked_for_and_not_installed_is_named(monkeypatch):
     assert refused("--tensorboard") == (
         "--tensorboard: the package tensorboard is not installed; pip install tensorboard"
     )
-    assert refused("--sampler", "vllm", "--lora_rank", "8").startswith("--sampler vllm: the package vllm")
+    assert refused("--sampler", "vllm", "--lora_rank", "8", "--tiny_heads", "2").startswith(
+        "--sampler vllm: the package vllm"
+    )
 
 
 def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
