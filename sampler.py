@@ -138,7 +138,7 @@ class KVSampler:
     def sample(self, policy, prompts, slots, rngs, temperature, max_tokens) -> list[Sample]:
         """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1."""
         model = policy.activate()
-        check_model(model, prompts, max_tokens, policy.max_length)
+        check_decodable(model, prompts, max_tokens, policy.max_length)
         if self._owner is None or self._owner[0] is not policy or self._owner[1] != policy.version:
             self.reset()
             self._owner = (policy, policy.version)
@@ -242,7 +242,7 @@ def check_lengths(prompts: list[list[int]], max_tokens: int, limit: int, whose: 
         )
 
 
-def check_model(model, prompts: list[list[int]], max_tokens: int, max_length: int) -> None:
+def check_decodable(model, prompts: list[list[int]], max_tokens: int, max_length: int) -> None:
     """Refuse what `KVSampler` would get wrong: layers with a state instead of keys, replies beyond what the
     model reads, or beyond a layer's window (the mask knows none)."""
     config = model.config.get_text_config()
