@@ -505,8 +505,8 @@ def check_sampler(args: Args) -> None:
         why = f"with --sampler vllm: of --tiny_width {args.tiny_width} each must be 32 wide, or a multiple"
         refuse(args, "tiny_heads", f"{why}; give {max(1, args.tiny_width // 32)}, or kv")
     for name in ("temperature", "eval_temperature"):
-        if 0 < getattr(args, name) < 0.01:
-            refuse(args, name, "with --sampler vllm: it samples at 0.01 or more, or at 0; give either, or kv")
+        if getattr(args, name) != 0 and not 0.01 <= getattr(args, name) <= 2:
+            refuse(args, name, "with --sampler vllm: it samples from 0.01 to 2, or at 0; give such, or kv")
     if args.device.startswith("cuda:") and args.device != "cuda:0":
         why = (
             "its engine takes the first GPU that it sees; choose that by CUDA_VISIBLE_DEVICES, and give cuda"

@@ -70,6 +70,7 @@ def refused(*argv):
         ("--sampler vllm --lora_rank 513", "--lora_rank 513", "give no more, or kv"),
         ("--sampler vllm --lora_rank 8", "--tiny_heads 4", "give 2, or kv"),
         ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 0.001", "--temperature 0.001", "at 0"),
+        ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 3", "--temperature 3.0", "to 2, or"),
         ("--vllm_memory 1", "--vllm_memory 1.0", "between 0.01 and 0.99"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
         ("--device meta", "--device meta", "give auto, cpu"),

@@ -182,7 +182,7 @@ def test_equal_prompts_get_different_replies_that_do_not_depend_on_their_neighbo
     assert not {tuple(reply.token_ids) for reply in others} & {tuple(reply.token_ids) for reply in group}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_their_log_probs_say(policy, sampler, temperature):
     replies = sample(sampler, policy, [[6, 7]] * 2000, temperature, max_tokens=1)
     chances = {reply.token_ids[0]: math.exp(reply.logprobs[0]) for reply in replies}
