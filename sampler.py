@@ -395,7 +395,7 @@ def start_vllm(policy, max_length: int, memory: float):
     if base.changed:
         raise ValueError("vLLM loads the starting model from a folder: save it first")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of the tokenizer that it is not given
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     settings = {"gpu_memory_utilization": memory}
     if policy.device.type == "cpu":
@@ -411,6 +411,7 @@ def start_vllm(policy, max_length: int, memory: float):
     llm = LLM(
         model=base.model.name_or_path,
         skip_tokenizer_init=True,  # token ids in, token ids out
+        use_tqdm_on_load=False,
         dtype=str(base.model.dtype).removeprefix("torch."),
         max_model_len=max_length,
         generation_config="vllm",  # nothing of the checkpoint's
