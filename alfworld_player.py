@@ -4,7 +4,7 @@
 commands alone, so it goes into prompts: the tiny model sees one past turn and would otherwise not know where
 it has searched. `Walkthrough` plays a game's stored solution the way someone would who has to search: with
 detours to places that hold nothing, and with repairs after a mistake. It knows what is hidden and is asked
-for demonstrations alone. ENVIRONMENTS.md's wordings are those of alfworld 0.4.
+for demonstrations alone. The wordings are those of alfworld 0.4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import re
 
 NOTHING = "Nothing happens."
-DETOURS = (0, 0, 1, 1, 2, 3, 4, 6)  # places searched in vain before a hidden object is found: one is drawn
+DETOURS = (0, 0, 1, 2, 3, 4, 6, 9)  # places searched in vain before a hidden object is found: one is drawn
 LISTING = re.compile(r"(?:On the (\S+ \d+)|The (\S+ \d+) is open\. In it), you see (.*)")
 CHANGES = re.compile(r"You (pick up|move|clean|heat|cool) the (\S+ \d+) (?:from|to|using) the (\S+ \d+)\.")
 STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
@@ -95,7 +95,7 @@ class Walkthrough:
                 self.plan.append(command)
                 self.spots.append(spot)
         self.done = 0  # commands of the plan carried out
-        self.detours = rng.sample(places, min(rng.choice(DETOURS), len(places)))
+        self.detours = places[: rng.choice(DETOURS)]  # in the notes' order: a search that can be learned
 
     def heard(self, command: str, text: str) -> None:
         """Note that a command was carried out."""

@@ -147,22 +147,24 @@ def bench_alfworld(args: argparse.Namespace) -> int:
     """The engine beside the stock one, six games of different types; then 128 games in memory.
 
     "reset" is the repeated reset of an open game, in both engines; "opening" makes a Game from the cache on
-    disk and resets it; the first contact also translates the game.
+    disk and resets it; the first contact also translates the game. The 128 games are translated into the
+    usual cache folder, once.
     """
     if args.alfworld_data is None:
         sys.exit("--alfworld_data (or $ALFWORLD_DATA): the folder that holds json_2.1.1")
     paths = alfworld_games(args.alfworld_data, 128)
     with tempfile.TemporaryDirectory() as cache:
-        apart(alfworld_episodes, paths[6:], cache, 128, 0)  # translates them
         rows = apart(alfworld_rows, paths[:6], cache)
-        together = apart(alfworld_together, paths, cache, 50)
-        sizes = apart(alfworld_episodes, paths, cache, 2000, 10)
-        files = [file.stat().st_size for file in Path(cache).iterdir()]
+        kilobytes = statistics.mean(file.stat().st_size for file in Path(cache).iterdir()) / 1000
     print("CPU-milliseconds:")
     for path, row in zip(paths, rows, strict=False):
         times = ", ".join(f"{name} {value:.3f}" for name, value in row.items())
         print(f"  {alfworld_engine.task_type(path):29}  {times}")
-    print(f"cache on disk: {sum(files) / len(files) / 1000:.0f} kB a game")
+    print(f"on disk: {kilobytes:.0f} kB a game", flush=True)
+    cache = str(alfworld_engine.cache_folder())
+    apart(alfworld_episodes, paths, cache, 128, 0)  # what is not translated yet, in a process of its own
+    together = apart(alfworld_together, paths, cache, 50)
+    sizes = apart(alfworld_episodes, paths, cache, 2000, 10)
     print(f"memory after 500, 1,000, 1,500 and 2,000 episodes of 128 games: {sizes} MB")
 
     def ratio(stock: str, ours: str) -> float:
@@ -241,6 +243,8 @@ def webshop_times(shop: webshop.WebShop, episodes: int) -> dict[str, list[float]
 
 
 def bench_webshop(args: argparse.Namespace) -> int:
+    if args.webshop_data is None:
+        sys.exit("--webshop_data (or $WEBSHOP_DATA): the folder of WebShop's files")
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(args.webshop_data)
         if args.products:
@@ -277,9 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     shop = commands.add_parser("webshop", help="times and memory of the shop")
-    shop.add_argument(
-        "--webshop_data", default=os.environ.get("WEBSHOP_DATA", "."), help="folder of the files"
-    )
+    shop.add_argument("--webshop_data", default=os.environ.get("WEBSHOP_DATA"), help="folder of the files")
     shop.add_argument("--products", type=int, default=0, help="generate that many products and load those")
     shop.set_defaults(run=bench_webshop)
     alfworld = commands.add_parser("alfworld", help="the engine beside the stock one")

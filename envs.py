@@ -88,7 +88,8 @@ class Env(Protocol):
 # Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
 # first, cut by the caller, who cuts more if a prompt is too long; task, observation, admissible actions stay.
 
-SCENES = {"household": "a household that is described to you in text"}
+HOME = "a household that is described to you in text"
+SCENES = {"household": HOME, "alfworld": HOME, "webshop": "an online shop that is described to you in text"}
 
 
 def reply_text(style: str, action: str) -> str:
@@ -216,9 +217,9 @@ class Household:
 
 
 ALFWORLD_WORDS = (
-    "nothing happens inventory look examine open close closed take move clean heat cool use slice help "
+    "nothing happens inventory look examine open close closed take move clean heat cool use slice sliced "
     "from to with using pick up turn on off facing next carrying not anything this there's special about "
-    "hot cold search seen holding no action | ; : , ."
+    "normal hot cold don't any switch search seen holding no action | ; : , ."
 )
 
 
@@ -245,8 +246,8 @@ class AlfWorld:
     def __init__(self, data: str | None = None):
         """`data`: the folder that holds json_2.1.1; None: $ALFWORLD_DATA, or where alfworld-download puts it.
         ValueError where there is none, ImportError where ALFWorld is not installed: they say what to do."""
-        alfworld_engine.check_installed()
         self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
+        alfworld_engine.check_installed()
         self._game = None
 
     @property
@@ -307,7 +308,8 @@ def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
     if not games:
         raise ValueError(
             f"no ALFWorld games in {folder / split}; fetch them with `alfworld-download` (of the package "
-            "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1"
+            "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1 with "
+            "--alfworld_data, or in $ALFWORLD_DATA"
         )
     return tuple(path for path in games if _solvable(path))
 
@@ -435,7 +437,12 @@ def webshop_corpus(shop: webshop.WebShop) -> Corpus:
 
 def make_env(name: str, **options) -> Env:
     """The environment of that name; the options are those of its class."""
-    makers = {"household": Household, "alfworld": AlfWorld, "webshop": WebShop}
-    if name not in makers:
-        raise ValueError(f"environment {name!r} is unknown: this version knows {', '.join(makers)}")
-    return makers[name](**options)
+    return env_class(name)(**options)
+
+
+def env_class(name: str) -> type[Env]:
+    """What does not depend on its data can be asked of the class."""
+    classes = {"household": Household, "alfworld": AlfWorld, "webshop": WebShop}
+    if name not in classes:
+        raise ValueError(f"environment {name!r} is unknown: this version knows {', '.join(classes)}")
+    return classes[name]

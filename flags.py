@@ -22,7 +22,7 @@ import torch
 
 import checkpoint
 import rspo
-from envs import Env, make_env
+from envs import Env, env_class, make_env
 
 
 class UsageError(Exception):
@@ -44,7 +44,7 @@ class Args(rspo.Config):
     webshop_data: str | None = None
     """Folder of WebShop's files. Default: $WEBSHOP_DATA."""
     webshop_goals: Literal["synthetic", "human"] = "synthetic"
-    """Instructions made from attributes, or those that people wrote."""
+    """Instructions made from attributes, or those that people wrote (for these, the full product set)."""
     webshop_reward: Literal["success", "score"] = "success"
     """Outcome reward in training: 1 for a full score and else 0, or the score itself."""
     env_workers: int = 0
@@ -64,7 +64,7 @@ class Args(rspo.Config):
     lora_alpha: float | None = None
     """The adapters' scale is lora_alpha / lora_rank. Default: lora_rank."""
     learning_rate: float | None = None
-    """AdamW, constant. tiny: 4e-4, LoRA: 3e-6, full weights: 1e-6."""
+    """AdamW, constant. tiny: 4e-4 (alfworld: 2e-4, webshop: 1e-4), LoRA: 3e-6, full weights: 1e-6."""
     critic_learning_rate: float | None = None
     """PPO's critics. tiny: 1e-3, else 1e-5."""
     weight_decay: float = 0.01
@@ -206,20 +206,20 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
     "household": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
         **{"warm_start": 450, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2000},
-        **{"expert_share": 0.5, "hesitation_share": 0.45},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "learning_rate": 4e-4},
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
     "alfworld": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
-        **{"warm_start": 900, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 2500},
-        **{"expert_share": 0.5, "hesitation_share": 0.45, "warm_start_games": 600},
+        **{"warm_start": 1500, "warm_start_turns": 128, "warm_start_lr": 4e-3, "warm_start_episodes": 5000},
+        **{"expert_share": 0.5, "hesitation_share": 0.45, "warm_start_games": 600, "learning_rate": 2e-4},
         # that expert nearly always wins, and a reward model needs both
         **{"reward_model_source": "policy", "reward_model_episodes": 1000},
     },
     "webshop": {
         **{"tiny_width": 96, "tiny_layers": 3, "history": 0, "max_prompt_tokens": 320, "max_new_tokens": 64},
         **{"warm_start": 1000, "warm_start_turns": 64, "warm_start_lr": 3e-3, "warm_start_episodes": 8000},
-        **{"expert_share": 0.75, "hesitation_share": 0.22},
+        **{"expert_share": 0.75, "hesitation_share": 0.22, "learning_rate": 1e-4},
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
 }
@@ -273,7 +273,7 @@ def resolve(args: Args, env: Env) -> Args:
         "style": "short" if tiny else "think",
         "lora_rank": rank,
         "lora_alpha": float(rank or 64),
-        "learning_rate": 4e-4 if tiny else 3e-6 if rank else 1e-6,
+        "learning_rate": of_tiny["learning_rate"] if tiny else 3e-6 if rank else 1e-6,
         "critic_learning_rate": 1e-3 if tiny else 1e-5,
         "adam_beta2": 0.99 if tiny else 0.999,
         "dtype": "float32" if tiny else "bfloat16",
@@ -293,7 +293,7 @@ def resolve(args: Args, env: Env) -> Args:
 def unresolved(args: Args) -> Args:
     """Undo `resolve`, so that another --model or --env beside --config takes its own defaults."""
     blank = dataclasses.replace(args, **dict.fromkeys(AUTO))
-    defaults = resolve(blank, environment(args))
+    defaults = resolve(blank, env_class(args.env))  # its data need not be here
     same = [name for name in AUTO if getattr(args, name) == getattr(defaults, name)]
     return dataclasses.replace(args, **dict.fromkeys(same))
 
@@ -310,7 +310,9 @@ def env_maker(args: Args) -> Callable[[], Env]:
 def environment(args: Args) -> Env:
     try:
         return env_maker(args)()
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        raise UsageError(f"--env {args.env}: {error}") from None
+    except ValueError as error:
         name = f"{args.env}_data" if getattr(args, f"{args.env}_data", None) else "env"
         raise UsageError(f"--{name} {getattr(args, name)}: {error}") from None
 
@@ -408,6 +410,7 @@ def load_config(path: Path, flag: str) -> Args:
                 raise UsageError(
                     f"--{flag} {path}: its {name} cannot be {value!r}; see --help for what it can"
                 )
+        env_class(values.get("env", Args.env))
         return Args(**values)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"--{flag} {path}: is no config.json of a run ({error}); give another") from None

@@ -12,13 +12,14 @@ import re
 from webshop import PAGE_SIZE, Page, Product
 
 SMALL_WORDS = {"with", "for", "and", "in", "of", "&"}
+OPTION_NAME = r"(?: with|, and) (?:(?! with )[a-z &/.])+: "  # as in "shoes with color: red, and size: 9"
 TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # kept of a page of results, of a title, of an option
 
 
 def query(instruction: str) -> str:
     """What to search for: the words of the instruction that tell products apart, so not the price either."""
     wish = instruction.partition(", and price lower than")[0].removeprefix("Find me ").lower()
-    words = re.sub(r"(?: with|, and) [a-z][a-z &/.]*: ", " ", wish).replace(",", " ").split()
+    words = re.sub(OPTION_NAME, " ", wish).replace(",", " ").split()
     return " ".join(word for word in words if word not in SMALL_WORDS)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import alfworld_engine
-from alfworld_engine import Game, _expression, _Rows, _Table, clear_cache, forget, task_type
+from alfworld_engine import Game, _Table, clear_cache, forget, task_type
+from alfworld_translation import _expression, _packed
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
 LOOK = "look_at_obj_in_light-Bowl-None-DeskLamp-301"
@@ -191,7 +192,7 @@ def test_a_closed_game_and_one_not_begun_say_so(games, cache):
 def test_a_game_is_translated_once(games, tmp_path, monkeypatch):
     start = Game(games[CLEAN], tmp_path).reset()
     forget()
-    monkeypatch.setattr(alfworld_engine, "_translate", None)  # a second translation would fail
+    monkeypatch.setattr(alfworld_engine, "translate", None)  # a second translation would fail
     assert Game(games[CLEAN], tmp_path).reset() == start
     (file,) = tmp_path.iterdir()
     assert isinstance(json.loads(zlib.decompress(file.read_bytes()[32:])), dict)  # plain data
@@ -331,9 +332,9 @@ def lamp() -> dict:
         "commands": ["look", "pull", "push"],
         "command_of": [0, 1, 2],
         "action_of": [0, 0, 0],
-        "arguments": _Rows.packed([[0], [0], [0]]),
-        "conditions": _Rows.packed([[], [1], [0]]),  # pull when on, push when off
-        "effects": _Rows.packed([[], [0, 3], [1, 3]]),
+        "arguments": _packed([[0], [0], [0]]),
+        "conditions": _packed([[], [1], [0]]),  # pull when on, push when off
+        "effects": _packed([[], [0, 3], [1, 3]]),
         "uncertain": [],
         "goal": [5],
         "axioms": [[[5, [1]]]],

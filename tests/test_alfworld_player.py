@@ -261,11 +261,12 @@ def test_places_known_already_are_no_detours():
 
 
 def test_the_number_of_detours_is_drawn_from_the_given_generator():
-    places = [f"cabinet {i}" for i in range(1, 9)]
+    places = [f"cabinet {i}" for i in range(1, 13)]
     drawn = [Walkthrough(PLAN, places, random.Random(seed)).detours for seed in range(200)]
-    assert {len(detours) for detours in drawn} == {0, 1, 2, 3, 4, 6}
-    assert all(len(set(detours)) == len(detours) and set(detours) <= set(places) for detours in drawn)
+    assert {len(detours) for detours in drawn} == {0, 1, 2, 3, 4, 6, 9}
+    assert all(detours == places[: len(detours)] for detours in drawn)
     assert drawn[7] == Walkthrough(PLAN, places, random.Random(7)).detours
+    assert max(len(Walkthrough(PLAN, places[:5], random.Random(seed)).detours) for seed in range(200)) == 5
     assert Walkthrough(PLAN, [], random.Random(4)).detours == []
 
 
@@ -444,7 +445,7 @@ def test_it_wins_a_game_of_every_type(few_games):
     shortest = {"look": 3, "pick_and": 4, "pick_cl": 6, "pick_he": 6, "pick_co": 6, "pick_tw": 8}
     for name, turns in straight.items():
         (length,) = [n for start, n in shortest.items() if name.startswith(start)]
-        assert length <= turns <= length + 16  # at most six places searched in vain, most in two turns
+        assert length <= turns <= length + 18  # at most nine places searched in vain, in two turns each
     assert sum(stumbling.values()) > sum(straight.values())
 
 
@@ -453,5 +454,5 @@ def test_it_wins_all_of_sixty_games_with_mistakes_too(sixty_games):
     env = AlfWorld(sixty_games)
     straight, stumbling, stumbling_more = (won(env, "train", mistakes) for mistakes in (0.0, 0.2, 0.5))
     assert len(env.games["train"]) == len(straight) == len(stumbling) == 60
-    assert max(straight.values()) <= 20 and max(stumbling.values()) <= 40
-    assert len(stumbling_more) >= 55  # a few things can never be put down again once they were taken
+    assert max(straight.values()) <= 24 and max(stumbling.values()) <= 40
+    assert len(stumbling_more) >= 54  # 56; a few things can never be put down again once they were taken

