@@ -22,8 +22,8 @@ import itertools
 import math
 import os
 import random
-import shutil
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -289,7 +289,7 @@ class Synced:
 
     policy: object
     version: int  # of the policy when it was saved
-    request: object  # vLLM's LoRARequest: its name, number and folder
+    request: object  # vLLM's LoRARequest: its name, number and the folder it was read from
 
 
 class VLLMSampler:
@@ -307,7 +307,7 @@ class VLLMSampler:
     def __init__(self, max_length: int, memory: float):
         """max_length: of prompt and reply together. memory: the engine's share of a GPU's."""
         self.max_length, self.memory = max_length, memory
-        self._llm, self._folder = None, None
+        self._llm = None
         self._synced: dict[str, Synced] = {}  # by the agent's name
         self._numbers = itertools.count(1)
 
@@ -319,7 +319,6 @@ class VLLMSampler:
         if self._llm is not None:
             self._llm = stop_vllm(self._llm)
             self._synced.clear()
-            self._folder.cleanup()
 
     def sample(self, policy, prompts, slots, rngs, temperature, max_tokens) -> list[Sample]:
         """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1. `slots`
@@ -352,20 +351,19 @@ class VLLMSampler:
             return old.request
         if self._llm is None:
             self._llm = start_vllm(policy, self.max_length, self.memory)
-            self._folder = tempfile.TemporaryDirectory(prefix="rspo-adapters-")
         from vllm.lora.request import LoRARequest
 
         number = next(self._numbers)
         name = f"{policy.name}@{policy.version}-{number}"
-        folder = Path(self._folder.name) / name
-        policy.save_adapter(folder)
-        request = LoRARequest(name, number, str(folder))
-        if not self._llm.llm_engine.add_lora(request):
-            raise RuntimeError(f"vLLM does not take the adapter {name}")
+        # The engine reads the folder now and never again, so nothing of a run that is killed stays behind
+        with tempfile.TemporaryDirectory(prefix="rspo-adapter-") as folder:
+            policy.save_adapter(Path(folder) / name)
+            request = LoRARequest(name, number, str(Path(folder) / name))
+            if not self._llm.llm_engine.add_lora(request):
+                raise RuntimeError(f"vLLM does not take the adapter {name}")
         self._synced[policy.name] = Synced(policy, policy.version, request)
         if old:
             self._llm.llm_engine.remove_lora(old.request.lora_int_id)
-            shutil.rmtree(old.request.lora_path)
         self.reset()  # no prefix was computed with the new adapter: a belt to the braces of its name
         return request
 
@@ -405,6 +403,7 @@ def start_vllm(policy, max_length: int, memory: float):
         # Its blocks of 128 tokens would hold no short prompt, so that no prefix would ever be shared
         settings = {"enforce_eager": True, "block_size": 32}
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of what torch deprecates
     from vllm import LLM
 
     rank = base.peft.peft_config[policy.name].r

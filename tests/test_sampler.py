@@ -463,10 +463,10 @@ def test_the_engine_has_the_weights_of_now_in_a_folder_and_under_a_name_of_their
             own = key.removeprefix("base_model.model.").replace("lora_B", "lora_B.policy")
             assert torch.equal(loaded, adapted.named[own])
         assert loaded.abs().max() > 0
-        assert [str(folder) for folder in Path(path).parent.iterdir()] == [path]  # the old one is gone
+        assert not Path(path).parent.exists()  # it was read: nothing is left on the disk
     assert all(len(set(kind)) == 3 for kind in zip(*seen, strict=True))
     sampler.close()
-    assert engine.did() == [("shutdown",)] and not Path(path).parent.exists()
+    assert engine.did() == [("shutdown",)]
 
 
 def test_a_reset_reaches_the_engine_if_there_is_one(engines, adapted):

@@ -170,6 +170,20 @@ def test_replies_end_with_a_stop_token_or_at_the_limit(policy, sampler):
         assert len(reply.logprobs) == len(reply.token_ids)
 
 
+def test_every_stop_id_ends_a_reply_not_the_end_of_text_alone(policy, sampler, monkeypatch):
+    prompts, end = prompts_of(60, seed=3), policy.chat.end_id
+    plain = sample(sampler, policy, prompts, temperature=2.0, max_tokens=24)
+    counts = Counter(token for reply in plain for token in reply.token_ids[:-1])
+    other = counts.most_common(1)[0][0]
+    monkeypatch.setattr(policy.chat, "stop_ids", [end, other])
+    replies = sample(sampler, policy, prompts, temperature=2.0, max_tokens=24)
+    assert {reply.token_ids[-1] for reply in replies if reply.stopped} == {end, other}
+    for reply, longer in zip(replies, plain, strict=True):  # the same draws, cut at the first of the two
+        assert reply.token_ids == longer.token_ids[: len(reply.token_ids)]
+        assert not {end, other} & set(reply.token_ids[:-1])
+        assert reply.stopped or len(reply.token_ids) == 24
+
+
 def test_equal_prompts_get_different_replies_that_do_not_depend_on_their_neighbours(policy, sampler):
     prompts = [[6, 7, 8]] * 8
     group = sample(sampler, policy, prompts, temperature=2.0)
