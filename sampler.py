@@ -23,6 +23,7 @@ import math
 import os
 import random
 import tempfile
+import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,6 +383,10 @@ def sampling_params(policy, rng: random.Random, temperature: float, max_tokens: 
     )
 
 
+class EngineError(Exception):
+    """vLLM does not start with this model, or not on this machine."""
+
+
 MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
@@ -404,24 +409,31 @@ def start_vllm(policy, max_length: int, memory: float):
         settings = {"enforce_eager": True, "block_size": 32}
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of what torch deprecates
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     rank = base.peft.peft_config[policy.name].r
-    llm = LLM(
-        model=base.model.name_or_path,
-        skip_tokenizer_init=True,  # token ids in, token ids out
-        use_tqdm_on_load=False,
-        dtype=str(base.model.dtype).removeprefix("torch."),
-        max_model_len=max_length,
-        generation_config="vllm",  # nothing of the checkpoint's
-        logprobs_mode="processed_logprobs",  # at the temperature; the raw ones are not
-        enable_prefix_caching=True,
-        enable_lora=True,
-        max_loras=2,
-        max_cpu_loras=3,  # of A, of B, and a new one beside them
-        max_lora_rank=min(size for size in MAX_LORA_RANKS if size >= rank),
-        **settings,
-    )
+    try:
+        llm = LLM(
+            model=base.model.name_or_path,
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            use_tqdm_on_load=False,
+            dtype=str(base.model.dtype).removeprefix("torch."),
+            max_model_len=max_length,
+            generation_config="vllm",  # nothing of the checkpoint's
+            logprobs_mode="processed_logprobs",  # at the temperature; the raw ones are not
+            enable_prefix_caching=True,
+            enable_lora=True,
+            max_loras=2,
+            max_cpu_loras=3,  # of A, of B, and a new one beside them
+            max_lora_rank=min(size for size in MAX_LORA_RANKS if size >= rank),
+            **settings,
+        )
+        # Some models are taken and then cannot be run, on a CPU those with heads of 16: one token tells
+        once = SamplingParams(max_tokens=1, detokenize=False)
+        llm.generate([{"prompt_token_ids": [0]}], once, lora_request=None, use_tqdm=False)
+    except (ValueError, RuntimeError) as error:
+        why = textwrap.shorten(str(error), 400, placeholder=" ...")
+        raise EngineError(f"vLLM does not start with {base.model.name_or_path}: {why}") from error
     torch.set_num_threads = set_threads  # on a CPU it puts a function there that does nothing
     torch.set_num_threads(threads)
     return llm

@@ -40,6 +40,7 @@ import rspo
 from buffer import Group, ReplayBuffer, Trajectory
 from flags import Args, UsageError, config_text, env_maker, prepare
 from rollout import Dialogue, World
+from sampler import EngineError
 
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
 
@@ -515,6 +516,9 @@ def main(argv: list[str] | None = None) -> None:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except EngineError as error:
+        print(f"error: --sampler vllm: {error}; where nothing else helps, give kv", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
 from policy import Policy, load_base
-from sampler import Cache, KVSampler, Sample, VLLMSampler, draw
+from sampler import Cache, EngineError, KVSampler, Sample, VLLMSampler, draw
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 
@@ -363,6 +363,9 @@ class StandIn:
         return True
 
     def generate(self, prompts, params, lora_request, use_tqdm):
+        if lora_request is None:  # the trial at the start, of the bare base
+            assert len(prompts) == 1 and not self.calls and params.max_tokens == 1
+            return []
         self.calls.append(("generate", lora_request.lora_int_id, len(prompts)))
         assert lora_request.lora_int_id in self.adapters
         self.params.append(params)
@@ -508,6 +511,15 @@ def test_the_engine_is_started_from_the_base_with_tempered_log_probs(engines, ad
     assert (settings["dtype"], settings["max_lora_rank"]) == ("float32", 8)
     assert settings["skip_tokenizer_init"] and settings["enable_lora"]
     assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
+
+
+def test_an_engine_that_does_not_start_is_told_with_its_own_words(engines, adapted, monkeypatch):
+    def fail(self, *_, **__):
+        raise RuntimeError("no kernel\n  for this")
+
+    monkeypatch.setattr(StandIn, "generate", fail)
+    with pytest.raises(EngineError, match="start: no kernel for this"):
+        ask(VLLMSampler(64, 0.4), adapted)
 
 
 def test_replies_come_with_the_log_prob_of_each_token(engines, adapted):

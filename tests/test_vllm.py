@@ -217,6 +217,19 @@ def test_a_refusal_leaves_the_engine_in_order(policy, sampler):
     assert gap(policy, good, sample(sampler, policy, good)) < 1e-3
 
 
+@pytest.mark.slow
+def test_a_model_that_vllm_cannot_run_is_named(tmp_path):
+    load_base("tiny", vocabulary=WORDS, heads=4, max_length=512).save(tmp_path / "narrow")  # heads of 16
+    flags = f"--eval_only --model {tmp_path}/narrow --style short --max_prompt_tokens 256 --max_new_tokens 16"
+    flags += " --sampler vllm --eval_games 6 --dtype float32 --threads 1"
+    command = [sys.executable, str(ROOT / "train.py"), *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"error: --sampler vllm: vLLM does not start with {tmp_path}/narrow: ")
+    assert last.endswith("where nothing else helps, give kv") and "Traceback" not in done.stderr
+
+
 def test_torch_keeps_its_threads(policy, sampler):
     sample(sampler, policy, [[6]])
     torch.set_num_threads(2)
