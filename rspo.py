@@ -342,6 +342,17 @@ def rows_here(rows: list[Row]) -> set[int]:
     return {id(rows[i]) for i in distributed.mine([len(row.input_ids) for row in rows])}
 
 
+def sampler_gap(rows: list[Row]) -> dict[str, float]:
+    """|sampler log-prob - trainer log-prob| over the action tokens of fresh rows: rounding, or it is a fault:
+    an engine with stale weights, another temperature, other tokens. The loss reads the trainer's alone."""
+    columns = [row.spread([step.sampler_logprobs for step in row.trajectory.steps]) for row in rows]
+    gaps = [
+        (row.old_logprobs - column)[row.action_mask].abs() for row, column in zip(rows, columns, strict=True)
+    ]
+    gap = torch.cat(gaps).double()
+    return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
+
+
 class Totals:
     """Whole-batch means: sums and counts gathered over micro-batches, divided once at the end."""
 
@@ -449,6 +460,7 @@ def update(
                 totals.add("critic_grad_norm", agent.critic.step(config.max_grad_norm), 1)
     return {
         **totals.means(),
+        **sampler_gap(on_rows),
         "replayed_episodes": len(off),
         "alpha": alpha,
         "optimizer_steps": parts * config.epochs,

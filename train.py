@@ -47,6 +47,7 @@ import rspo
 from buffer import Group, ReplayBuffer, StopReason, Trajectory
 from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
 from rollout import Dialogue, World
+from sampler import EngineError
 
 OTHER_GAMES = "these are not the games that the run was trained on"
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
@@ -120,15 +121,21 @@ def device_of(args: Args) -> str:
     return "cuda" if args.device == "auto" else args.device
 
 
-def make_world(args: Args, chat, seed: int | str) -> World:
-    from sampler import KVSampler
+def make_sampler(args: Args):
+    from sampler import KVSampler, VLLMSampler
 
+    if args.sampler == "vllm":
+        return VLLMSampler(args.max_prompt_tokens + args.max_new_tokens, args.vllm_memory)
+    return KVSampler()
+
+
+def make_world(args: Args, chat, seed: int | str) -> World:
     dialogue = Dialogue(
         chat, args.style, args.context, args.history, args.max_prompt_tokens, args.max_new_tokens
     )
     return World(
         env_maker(args),
-        KVSampler(),
+        make_sampler(args),
         dialogue,
         group_size=args.episodes_per_task,
         step_limit=args.max_turns,
@@ -575,6 +582,9 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
     set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
     folder = distributed.of_rank_0(lambda: folder_of(args))
+    if base.changed and args.sampler == "vllm":  # merged from an adapter; vLLM loads it from a folder
+        distributed.of_rank_0(lambda: checkpoint.write_folder(folder / "start", base.save))
+        base = load_start(args, folder)
     policy = make_policy(args, base)
     trained_on = None
     if newest:
@@ -659,6 +669,8 @@ def main(argv: list[str] | None = None) -> None:
         distributed.stop()
     except UsageError as error:
         give_up(f"error: {error}", 2)
+    except EngineError as error:
+        give_up(f"error: --sampler vllm: {error}; where nothing else helps, give kv", 1)
     except KeyboardInterrupt:
         sys.exit(130)
     except distributed.RankLost as error:

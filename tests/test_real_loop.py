@@ -135,6 +135,21 @@ def test_the_sampler_and_the_trainer_agree_on_every_token_that_was_played(contex
         assert (row.old_logprobs - sampled).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(("context", "rank"), KINDS)
+def test_the_gap_between_sampler_and_trainer_is_rounding(context, rank, monkeypatch):
+    _, metrics, _ = first_step(context, rank, monkeypatch, micro_batch_tokens=300)
+    assert 0 < metrics["sampler_gap_mean"] < 1e-5 and metrics["sampler_gap_max"] < 1e-4
+
+
+def test_the_gap_shows_a_sampler_that_is_one_update_behind(monkeypatch):
+    policy, world = make("window", 8)
+    groups = world.collect(policy, 2)
+    config = dataclasses.replace(CONFIG, off_policy_fraction=0.0)
+    fresh, stale = (rspo.update(policy, groups, [], "outcome", config, random.Random(0)) for _ in range(2))
+    assert fresh["sampler_gap_max"] < 1e-4
+    assert stale["sampler_gap_mean"] > 1e-2 and stale["sampler_gap_max"] > 0.1
+
+
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 @pytest.mark.parametrize(("context", "rank"), KINDS)
 def test_the_micro_batch_size_never_changes_the_gradient(context, rank, algo, monkeypatch):

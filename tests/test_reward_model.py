@@ -288,9 +288,7 @@ def test_it_is_frozen_after_the_fit_and_without_dropout(fitted):
 
 def test_chance_outcomes_bring_a_warning_that_names_the_remedy():
     model = reward_model_of()
-    with pytest.warns(
-        UserWarning, match="learned too little.*let others play them"
-    ):
+    with pytest.warns(UserWarning, match="learned too little.*let others play them"):
         report = model.fit(
             random_episodes(model.chat, 100, seed=3), epochs=2, learning_rate=1e-3, held_out=0.3
         )

@@ -334,6 +334,23 @@ def test_the_micro_batch_size_never_changes_the_gradient(algo):
         assert name == "seconds_update" or metrics[name] == pytest.approx(others[name], abs=1e-5), name
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10**6])
+def test_the_sampler_gap_is_over_the_fresh_action_tokens_alone(micro_batch_tokens):
+    policy, world = ToyPolicy(), toy_world(2)
+    (group,) = world.collect(policy, 1)
+    turns = [turn for member in group.trajectories for turn in member.steps]
+    counts = [len(turn.action_ids) for turn in turns]
+    turns[0].sampler_logprobs[0] += 0.5  # one token is half a nat off, one a quarter the other way
+    turns[-1].sampler_logprobs[0] -= 0.25
+    for member, outcome in zip(group.trajectories, (1.0, 0.0), strict=True):
+        member.outcome = outcome
+    replayed = episode(1.0, [step(behavior_logprobs=[-9.0, -9.0], advantage=1.0)])
+    config = Config(**{**SMALL, "micro_batch_tokens": micro_batch_tokens})
+    metrics = rspo.update(policy, [group], [replayed], "outcome", config, random.Random(0))
+    assert metrics["sampler_gap_max"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["sampler_gap_mean"] == pytest.approx(0.75 / sum(counts), abs=1e-6)
+
+
 def test_j_total_is_two_means_each_over_its_own_tokens():
     # By hand: nothing is clipped at the first minibatch, so a token's loss is -ratio A / its source's count.
     policy = ToyPolicy()

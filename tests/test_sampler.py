@@ -1,6 +1,11 @@
 """The KV-cache sampler: what it draws, and that its cache is never seen in the result."""
 
+import json
+import math
 import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ pytest.importorskip("peft")
 
 from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
 from policy import Policy, load_base
-from sampler import Cache, KVSampler, Sample, draw
+from sampler import Cache, EngineError, KVSampler, Sample, VLLMSampler, draw
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 
@@ -370,3 +375,224 @@ def test_windows_are_refused_where_they_would_matter_and_recurrence_always():
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ValueError, match="recurrent"):
         sample(policy, [[5]], max_tokens=4)
+
+
+# --- vLLM, with a stand-in for the engine: what it is asked for. The real one: test_vllm.py --------
+
+
+class StandIn:
+    """In the place of vllm.LLM: keeps what it is asked, and holds each adapter's lora_B as it was loaded."""
+
+    def __init__(self, **settings):
+        self.settings, self.calls, self.adapters, self.params = settings, [], {}, []
+        self.llm_engine = self  # one object answers for both
+        self.engine_core = SimpleNamespace(shutdown=lambda: self.calls.append(("shutdown",)))
+        self.reply = SimpleNamespace(token_ids=(6, 7), logprobs=None, finish_reason="length")
+
+    def add_lora(self, request):
+        from safetensors.torch import load_file
+
+        assert request.lora_int_id not in self.adapters
+        weights = load_file(Path(request.lora_path) / "adapter_model.safetensors")
+        assert json.loads((Path(request.lora_path) / "adapter_config.json").read_text())["r"] == 4
+        self.adapters[request.lora_int_id] = {k: v for k, v in weights.items() if "lora_B" in k}
+        self.calls.append(("add", request.lora_name, request.lora_int_id, request.lora_path))
+        return True
+
+    def remove_lora(self, number):
+        del self.adapters[number]
+        self.calls.append(("remove", number))
+        return True
+
+    def reset_prefix_cache(self):
+        self.calls.append(("reset",))
+        return True
+
+    def generate(self, prompts, params, lora_request, use_tqdm):
+        if lora_request is None:  # the trial at the start, of the bare base
+            assert len(prompts) == 1 and not self.calls and params.max_tokens == 1
+            return []
+        self.calls.append(("generate", lora_request.lora_int_id, len(prompts)))
+        assert lora_request.lora_int_id in self.adapters
+        self.params.append(params)
+        reply = SimpleNamespace(**vars(self.reply))
+        reply.logprobs = reply.logprobs or [{i: SimpleNamespace(logprob=-float(i))} for i in reply.token_ids]
+        return [SimpleNamespace(outputs=[reply]) for _ in prompts]
+
+    def did(self):
+        """The kinds of calls since it was last asked, and their numbers."""
+        calls, self.calls = self.calls, []
+        return [(call[0], *(x for x in call[1:] if isinstance(x, int))) for call in calls]
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The stand-ins that were started."""
+    started = []
+
+    def start(**settings):
+        started.append(StandIn(**settings))
+        return started[-1]
+
+    def request(name, number, path):
+        return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+
+    def params(**settings):
+        return SimpleNamespace(**settings)
+
+    modules = {
+        "vllm": SimpleNamespace(LLM=start, SamplingParams=params),
+        "vllm.lora.request": SimpleNamespace(LoRARequest=request),
+        "vllm.distributed": SimpleNamespace(cleanup_dist_env_and_memory=lambda: None),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return started
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A LoRA policy whose base is in a folder, as the engine needs it."""
+    sizes = {"d_model": 16, "heads": 2, "intermediate": 32, "max_length": 256}
+    base = load_base("tiny", vocabulary=WORDS, **sizes)
+    base.save(tmp_path / "start")
+    return Policy(base, lora_rank=4, lora_alpha=8, learning_rate=1e-2)
+
+
+def train_a_little(policy):
+    policy.logprobs(batch_of([5], [6]))[0].sum().backward()
+    policy.step(1.0)
+
+
+def ask(sampler, policy, prompts=((5, 6), (7,)), seed=0, temperature=1.0, max_tokens=8):
+    prompts = [list(prompt) for prompt in prompts]
+    numbers = list(range(len(prompts)))
+    return sampler.sample(policy, prompts, numbers, rngs(len(prompts), seed), temperature, max_tokens)
+
+
+def test_an_adapter_is_added_under_a_new_number_before_the_old_one_goes_and_no_prefix_is_kept(
+    engines, adapted
+):
+    sampler = VLLMSampler(64, 0.4)
+    ask(sampler, adapted)
+    (engine,) = engines
+    assert engine.did() == [("add", 1), ("reset",), ("generate", 1, 2)]
+    ask(sampler, adapted)
+    assert engine.did() == [("generate", 1, 2)]  # nothing has changed
+    explorer = adapted.fork("explorer")
+    ask(sampler, explorer)
+    assert engine.did() == [("add", 2), ("reset",), ("generate", 2, 2)]
+    train_a_little(explorer)
+    ask(sampler, explorer)
+    assert engine.did() == [("add", 3), ("remove", 2), ("reset",), ("generate", 3, 2)]
+    ask(sampler, adapted)  # A is what it was, and still there
+    assert engine.did() == [("generate", 1, 2)]
+    explorer.discard()
+    with pytest.raises(RuntimeError, match="discarded"):
+        ask(sampler, explorer)
+    ask(sampler, adapted.fork("explorer"))
+    assert engine.did() == [("add", 4), ("remove", 3), ("reset",), ("generate", 4, 2)]
+    adapted.load_state_dict(adapted.state_dict())  # a resumed run
+    ask(sampler, adapted)
+    assert engine.did() == [("add", 5), ("remove", 1), ("reset",), ("generate", 5, 2)]
+
+
+def test_the_engine_has_the_weights_of_now_in_a_folder_and_under_a_name_of_their_own(engines, adapted):
+    sampler = VLLMSampler(64, 0.4)
+    seen = []
+    for _ in range(3):
+        train_a_little(adapted)
+        ask(sampler, adapted)
+        (engine,) = engines
+        _, name, number, path = next(call for call in engine.calls if call[0] == "add")
+        engine.calls.clear()
+        seen.append((name, number, path))
+        assert list(engine.adapters) == [number]
+        for key, loaded in engine.adapters[number].items():
+            own = key.removeprefix("base_model.model.").replace("lora_B", "lora_B.policy")
+            assert torch.equal(loaded, adapted.named[own])
+        assert loaded.abs().max() > 0
+        assert not Path(path).parent.exists()  # it was read: nothing is left on the disk
+    assert all(len(set(kind)) == 3 for kind in zip(*seen, strict=True))
+    sampler.close()
+    assert engine.did() == [("shutdown",)]
+
+
+def test_a_reset_reaches_the_engine_if_there_is_one(engines, adapted):
+    sampler = VLLMSampler(64, 0.4)
+    sampler.reset()
+    ask(sampler, adapted)
+    (engine,) = engines
+    engine.did()
+    sampler.reset()
+    assert engine.did() == [("reset",)]
+    engine.reset_prefix_cache = lambda: False
+    with pytest.raises(RuntimeError, match="keeps its prefix cache"):
+        sampler.reset()
+
+
+def test_each_row_has_a_seed_of_its_own_and_every_setting_is_given(engines, adapted):
+    sampler, seeds = VLLMSampler(64, 0.4), []
+    for seed in (0, 1, 0):
+        ask(sampler, adapted, [[5, 6]] * 8, seed=seed, temperature=0.7, max_tokens=9)
+        seeds.append([params.seed for params in engines[0].params[-1]])
+    assert seeds[0] == seeds[2] and len(set(seeds[0] + seeds[1])) == 16
+    ask(sampler, adapted, [[5, 6]] * 3, temperature=0.7, max_tokens=9)  # fewer rows beside them
+    assert [params.seed for params in engines[0].params[-1]] == seeds[0][:3]
+    params = vars(engines[0].params[0][0])
+    del params["seed"]
+    assert params == {
+        **{"n": 1, "temperature": 0.7, "max_tokens": 9, "min_tokens": 0, "logprobs": 0, "detokenize": False},
+        **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop_token_ids": adapted.chat.stop_ids},
+        **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+    }
+
+
+def test_the_engine_is_started_from_the_base_with_tempered_log_probs(engines, adapted, tmp_path):
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    ask(VLLMSampler(64, 0.3), adapted)
+    settings = engines[0].settings
+    assert settings["model"] == str((tmp_path / "start").resolve()) and settings["max_model_len"] == 64
+    assert settings["logprobs_mode"] == "processed_logprobs" and settings["generation_config"] == "vllm"
+    assert (settings["dtype"], settings["max_lora_rank"]) == ("float32", 8)
+    assert settings["skip_tokenizer_init"] and settings["enable_lora"]
+    assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
+
+
+def test_an_engine_that_does_not_start_is_told_with_its_own_words(engines, adapted, monkeypatch):
+    def fail(self, *_, **__):
+        raise RuntimeError("no kernel\n  for this")
+
+    monkeypatch.setattr(StandIn, "generate", fail)
+    with pytest.raises(EngineError, match="start: no kernel for this"):
+        ask(VLLMSampler(64, 0.4), adapted)
+
+
+def test_replies_come_with_the_log_prob_of_each_token(engines, adapted):
+    sampler = VLLMSampler(64, 0.4)
+    assert ask(sampler, adapted) == [Sample([6, 7], [-6.0, -7.0], stopped=False)] * 2
+    (engine,) = engines
+    end = adapted.chat.end_id
+    engine.reply = SimpleNamespace(token_ids=(6, end), logprobs=None, finish_reason="stop")
+    assert ask(sampler, adapted) == [Sample([6, end], [-6.0, -float(end)], stopped=True)] * 2
+    engine.reply.finish_reason = "abort"
+    with pytest.raises(RuntimeError, match="abort"):
+        ask(sampler, adapted)
+    engine.reply.logprobs = [{6: SimpleNamespace(logprob=math.nan)}, {end: SimpleNamespace(logprob=0.0)}]
+    with pytest.raises(FloatingPointError, match="lower its learning rate"):
+        ask(sampler, adapted)
+
+
+def test_what_vllm_cannot_sample_never_reaches_it(engines, adapted):
+    sampler = VLLMSampler(16, 0.4)
+    with pytest.raises(ValueError, match="10 tokens and a reply of up to 7 exceed the 16"):
+        ask(sampler, adapted, [[5], [5] * 10], max_tokens=7)
+    with pytest.raises(ValueError, match="no tokens"):
+        ask(sampler, adapted, [[5], []])
+    with pytest.raises(ValueError, match="full weights would go stale"):
+        ask(sampler, make())
+    with pytest.raises(ValueError, match="save it first"):
+        ask(sampler, make(rank=4))
+    assert not engines
+    ask(sampler, adapted, [[5] * 10], max_tokens=6)
+    assert len(engines) == 1

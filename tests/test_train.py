@@ -66,6 +66,12 @@ def refused(*argv):
         ("--eval_splits eval eval", "--eval_splits ('eval', 'eval')", "name each split once"),
         ("--preset paper-alfworld --config x.json", "--config x.json", "give another"),
         ("--env alfworld --alfworld_data tests", "--alfworld_data tests", "alfworld-download"),
+        ("--sampler vllm", "--lora_rank 0", "give --lora_rank 8, or kv"),
+        ("--sampler vllm --lora_rank 513", "--lora_rank 513", "give no more, or kv"),
+        ("--sampler vllm --lora_rank 8", "--tiny_heads 4", "give 2, or kv"),
+        ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 0.001", "--temperature 0.001", "at 0"),
+        ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 3", "--temperature 3.0", "to 2, or"),
+        ("--vllm_memory 1", "--vllm_memory 1.0", "between 0.01 and 0.99"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
         ("--device meta", "--device meta", "give auto, cpu"),
         ("--out tests", "--out tests", "give a new folder"),
@@ -103,6 +109,9 @@ def test_what_is_asked_for_and_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(flags, "find_spec", lambda name: True if name == "matplotlib" else None)
     assert refused("--tensorboard") == (
         "--tensorboard: the package tensorboard is not installed; pip install tensorboard"
+    )
+    assert refused("--sampler", "vllm", "--lora_rank", "8", "--tiny_heads", "2").startswith(
+        "--sampler vllm: the package vllm"
     )
 
 

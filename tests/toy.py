@@ -158,6 +158,8 @@ class ToySampler:
     def reset(self):
         pass
 
+    close = reset
+
     def sample(self, policy, prompts, slots, rngs, temperature, max_tokens):
         self.calls.append((policy.name, policy.version, temperature, len(prompts)))
         table = torch.log_softmax(policy.logits.detach() / temperature, dim=-1)
