@@ -242,7 +242,7 @@ OF_THE_MACHINE = (
     *("alfworld_data", "webshop_data", "webshop_products"),
 )
 WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
-    *(*OF_THE_MACHINE, "total_steps", "eval_every", "micro_batch_tokens"),
+    *(*OF_THE_MACHINE, "total_steps", "eval_every", "tokens_per_micro_batch"),
     *("gradient_checkpointing", "keep_checkpoints", "tensorboard", "wandb_project"),
 )
 WHEN_EVALUATED = (*OF_THE_MACHINE, "sampler", "eval_splits", "eval_games", "eval_temperature")

@@ -56,12 +56,12 @@ SHAPES = {"cuda": plan.KNOWN["Qwen/Qwen2.5-1.5B-Instruct"], "cpu": plan.qwen(64,
 LOOP = {  # flags of the loop: every batch and cache about as full as the plan supposes
     **{"env": "household", "total_steps": 1, "k": 1, "max_turns": 3, "eval_games": 64, "buffer_tasks": 8},
     **{"parallel_episodes": 64, "max_prompt_tokens": 192, "max_new_tokens": 128, "learning_rate": 1e-5},
-    **{"micro_batch_tokens": 16384, "reward_model_episodes": 72, "lora_rank": 64, "dtype": "bfloat16"},
+    **{"tokens_per_micro_batch": 16384, "reward_model_episodes": 72, "lora_rank": 64, "dtype": "bfloat16"},
     **{"autocast": True, "reward_noise": 0.1},  # noise: or all of B's advantages were 0
 }
 DRY = {  # what is smaller in a dry run
     **{"max_turns": 2, "tasks_per_step": 2, "group_size": 4, "off_policy_fraction": 0.5, "buffer_tasks": 2},
-    **{"parallel_episodes": 8, "max_new_tokens": 16, "micro_batch_tokens": 2048, "eval_games": 4},
+    **{"parallel_episodes": 8, "max_new_tokens": 16, "tokens_per_micro_batch": 2048, "eval_games": 4},
     **{"reward_model_episodes": 24, "lora_rank": 8, "threads": 1},
 }
 PEAKS = {  # dense bf16 TFLOP/s by part of the device's name, the first that fits; NVIDIA's data sheets

@@ -14,6 +14,7 @@ Memory is added up for the moments that can be a run's largest: `rollout` (a tur
     log-probs           hidden states of the action tokens and policy.CHUNK_LOGITS of logits, several times
     slack               SLACK of all that comes and goes, for allocators that cannot use every gap, and on a
                         GPU CONTEXT for its libraries
+With --sampler vllm the engine's share of the GPU takes the place of the rollout's own parts, and stays there.
 Measured on a CPU (tests/test_plan.py), the sum of an update lies within 15 % of the peak. Not in it is what
 glibc's heap keeps of freed tensors: without MALLOC_MMAP_THRESHOLD_=65536, up to the activations once more.
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -273,6 +274,8 @@ def update(args, shape: Shape, tokens: int, actions: int) -> dict[str, float]:
 
 def rollout(args, shape: Shape) -> dict[str, float]:
     """A turn of all parallel episodes: their cache, and the most that prompts, attention or draws need."""
+    if args.sampler == "vllm":
+        return agents(args, shape)
     p, rows, full = precision(args), args.parallel_episodes, args.context == "full"
     # Rows share columns. In a chat that goes on, holes may take up to half of them before they are packed
     columns = args.max_prompt_tokens * (2 if full else 1) + args.max_new_tokens
@@ -289,11 +292,23 @@ def rollout(args, shape: Shape) -> dict[str, float]:
     }
 
 
+def vllm_share(args) -> float:
+    return args.vllm_memory * args.gpu_memory_gb * GB
+
+
+def vllm_episodes(args, shape: Shape) -> float:
+    """Prompts and replies of the greatest length that its cache holds at once, beside the engine's base, room
+    for two adapters, and a forward pass over its usual 8,192 tokens. Others wait; below 1 it cannot work."""
+    p = precision(args)
+    held = p.stored * (shape.parameters + 2 * shape.adapter(p.rank)) + 8192 * passing(shape, p)
+    return (vllm_share(args) - held) / (longest_row(args) * 2 * shape.layers * shape.keys * p.stored)
+
+
 def reward_model_fit(args, backbone: Shape, resident: dict[str, float]) -> dict[str, float]:
     """All weights in fp32, one micro-batch of tokens in the graph at a time. The agents are there already,
     with nothing to remember yet."""
     p = Precision(0, 4, args.dtype == "bfloat16")
-    tokens = max(args.micro_batch_tokens, longest_row(args))
+    tokens = max(args.tokens_per_micro_batch, longest_row(args))
     activations, working = backward(backbone, p, tokens, args.gradient_checkpointing)
     trained = backbone.backbone + backbone.width * (backbone.width + 2)
     return {
@@ -334,21 +349,24 @@ Moments = dict[str, dict[str, float]]  # bytes by moment and part
 
 def moments(args, shape: Shape, backbone: Shape | None, context: float = CONTEXT) -> Moments:
     """backbone: the step reward model's, None for a run without one."""
-    tokens = max(args.micro_batch_tokens, longest_row(args))
+    tokens = max(args.tokens_per_micro_batch, longest_row(args))
     actions = tokens  # there are short prompts, too
     loaded = {}
+    engine = {"vLLM and its cache": vllm_share(args)} if args.sampler == "vllm" else {}
     if backbone:
         size = 2 if args.dtype == "bfloat16" else 4
         loaded = {"step reward model": size * backbone.backbone + 4 * backbone.width * (backbone.width + 2)}
     found = {
-        "rollout": {**rollout(args, shape), **loaded},
-        "update": {**update(args, shape, tokens, actions), **loaded},
+        "rollout": {**rollout(args, shape), **loaded, **engine},
+        "update": {**update(args, shape, tokens, actions), **loaded, **engine},
     }
     if backbone and not args.reward_model:
         alone = dataclasses.replace(
             args, method="dense"
         )  # B and all of AdamW's moments come with the first loop
         before = {name: size for name, size in agents(alone, shape).items() if "optimizer" not in name}
+        if args.reward_model_source == "policy":  # the engine has played its games by then
+            before |= engine
         found["reward model fit"] = reward_model_fit(args, backbone, before)
     if args.warm_start:
         found["warm start"] = warm_start(args, shape, tokens, actions)
@@ -382,15 +400,16 @@ def total(parts: dict[str, float]) -> float:
     return sum(parts.values())
 
 
-def remedy(args, measure: Callable[[object], Moments], capacity: float) -> dict[str, object] | None:
+def remedy(args, shape: Shape, backbone: Shape | None) -> dict[str, object] | None:
     """The flags, lowered as little as needed, with which every moment fits; None if they cannot do it."""
     changed: dict[str, object] = {}
-    for moment in measure(args):
+    capacity = args.gpu_memory_gb * GB
+    for moment in moments(args, shape, backbone):
 
         def fits(trial, moment=moment) -> bool:
-            return total(measure(trial).get(moment, {})) <= capacity
+            return total(moments(trial, shape, backbone).get(moment, {})) <= capacity
 
-        options = [(flag, value) for flag, values in knobs(args, moment) for value in values]
+        options = [(flag, value) for flag, values in knobs(args, shape, moment) for value in values]
         alone = [option for option in options if fits(dataclasses.replace(args, **dict([option])))]
         steps = [*alone[:1], *options]  # one flag if one does it, else one on top of the other
         for flag, value in steps:
@@ -403,16 +422,24 @@ def remedy(args, measure: Callable[[object], Moments], capacity: float) -> dict[
     return changed
 
 
-def knobs(args, moment: str) -> Iterator[tuple[str, list]]:
+def knobs(args, shape: Shape, moment: str) -> Iterator[tuple[str, list]]:
     """What makes a moment smaller, the harmless first: flags and ever lower values of them."""
-    if moment == "rollout":
+    if moment == "rollout" and args.sampler == "kv":
         yield "parallel_episodes", list(_halves(args.parallel_episodes, 1))
     elif not args.gradient_checkpointing:
         yield "gradient_checkpointing", [True]
     if moment != "rollout":
-        yield "micro_batch_tokens", list(_halves(args.micro_batch_tokens, longest_row(args)))
+        yield "tokens_per_micro_batch", list(_halves(args.tokens_per_micro_batch, longest_row(args)))
+    if args.sampler == "vllm" and moment != "warm start":
+        yield "vllm_memory", [share for share in vllm_shares(args, shape) if share < args.vllm_memory][::-1]
     if moment in ("rollout", "update") and args.lora_rank == 0:
         yield "lora_rank", [64]
+
+
+def vllm_shares(args, shape: Shape) -> list[float]:
+    """Values of --vllm_memory with which the engine works, the least first."""
+    shares = [percent / 100 for percent in range(5, 100, 5)]
+    return [one for one in shares if vllm_episodes(dataclasses.replace(args, vllm_memory=one), shape) >= 1]
 
 
 def _halves(value: int, lowest: int) -> Iterator[int]:
@@ -421,20 +448,24 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
         yield value
 
 
-def refusal(args, measure: Callable[[object], Moments], capacity: float) -> str | None:
+def refusal(args, shape: Shape, backbone: Shape | None) -> str | None:
     """Why it cannot fit, and which flag to lower, in one line; None if it fits."""
-    sizes = {moment: total(parts) for moment, parts in measure(args).items()}
-    over = [f"the {name} needs {size / GB:.1f} GB" for name, size in sizes.items() if size > capacity]
+    if args.sampler == "vllm" and vllm_episodes(args, shape) < 1:
+        enough = [f"give {share}" for share in vllm_shares(args, shape)]
+        why = f"{vllm_share(args) / GB:.1f} GB hold no copy of the model with the cache of an episode"
+        return f"--vllm_memory {args.vllm_memory}: {why}; {[*enough, 'take a larger GPU'][0]}"
+    sizes = {moment: total(parts) / GB for moment, parts in moments(args, shape, backbone).items()}
+    over = [f"the {name} needs {size:.1f} GB" for name, size in sizes.items() if size > args.gpu_memory_gb]
     if not over:
         return None
-    changed = remedy(args, measure, capacity)
+    changed = remedy(args, shape, backbone)
     if changed is None:
         way = "no flag makes it fit; take a larger GPU, a smaller --model or --reward_model_backbone, or a "
         way += "--reward_model that was fitted elsewhere"
     else:
         words = (f"--{flag}" + ("" if value is True else f" {value}") for flag, value in changed.items())
         way = f"it fits with {' '.join(words)}"
-    return f"--gpu_memory_gb {capacity / GB:g}: {', '.join(over)}; {way}"
+    return f"--gpu_memory_gb {args.gpu_memory_gb:g}: {', '.join(over)}; {way}"
 
 
 # --- as text ------------------------------------------------------------------------------------------------
@@ -442,11 +473,12 @@ def refusal(args, measure: Callable[[object], Moments], capacity: float) -> str 
 
 PARTS = (  # in the order of their lines
     *("weights", "adapters", "trained copies", "critics and their optimizer", "step reward model"),
-    *("optimizer", "gradients", "activations", "working memory", "log-probs", "KV cache", "slack"),
+    *("optimizer", "gradients", "activations", "working memory", "log-probs", "KV cache"),
+    *("vLLM and its cache", "slack"),
 )
 
 
-def text(args, shape: Shape, backbone: Shape | None, capacity: float) -> str:
+def text(args, shape: Shape, backbone: Shape | None) -> str:
     """The tables that --plan prints."""
     found = moments(args, shape, backbone)
     about = f"{args.model}: {shape.parameters:,} parameters"
@@ -464,19 +496,24 @@ def text(args, shape: Shape, backbone: Shape | None, capacity: float) -> str:
         if any(sizes):
             lines.append(line(part, [f"{size / GB:.2f}" if size else "-" for size in sizes]))
     sums = [f"{total(parts) / GB:.2f}" for parts in found.values()]
-    lines.append(line(f"total, of {capacity / GB:g}", sums))
+    lines.append(line(f"total, of {args.gpu_memory_gb:g}", sums))
 
-    tokens, p = max(args.micro_batch_tokens, longest_row(args)), precision(args)
+    tokens, p = max(args.tokens_per_micro_batch, longest_row(args)), precision(args)
     graphs = 2 if args.algo == "ppo" else 1
     kept_on, kept_off = (graphs * backward(shape, p, tokens, on)[0] / GB for on in (True, False))
     one = loop(args)
+    if args.sampler == "vllm":
+        count = max(vllm_episodes(args, shape), 0)
+        cache = f"vLLM's cache holds {count:.0f} episodes of the greatest length at a time"
+    else:
+        cache = f"KV cache: {kv_token(shape, p):,} bytes a token, {args.parallel_episodes} episodes at a time"
     return "\n".join(
         [
             *lines,
             "",
             f"activations of a micro-batch of {tokens:,} tokens: {kept_on:.2f} GB with "
             f"--gradient_checkpointing, {kept_off:.2f} GB without",
-            f"KV cache: {kv_token(shape, p):,} bytes a token, {args.parallel_episodes} episodes at a time",
+            cache,
             "",
             f"each of {one['loops']} loops, at most: {one['updates']} updates, {one['episodes']:,} episodes "
             f"played and {one['replayed episodes']:,} replayed,",

@@ -783,7 +783,7 @@ def warm_start(
     turns_per_update: int,
     learning_rate: float,
     seed: int = 0,
-    micro_batch_tokens: int = 4096,
+    tokens_per_micro_batch: int = 4096,
     progress: Callable[[int, float], None] = lambda update, loss: None,
 ) -> list[float]:
     """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
@@ -808,7 +808,7 @@ def warm_start(
             order = order or rng.sample(rows, len(rows))
             chosen.append(order.pop())
         count, total = sum(row.action_tokens for row in chosen), 0.0
-        for batch in micro_batches(chosen, micro_batch_tokens, base.chat.pad_id, base.device):
+        for batch in micro_batches(chosen, tokens_per_micro_batch, base.chat.pad_id, base.device):
             loss = -base.score(base.model, batch, temperature=1.0)[0].sum() / count
             loss.backward()
             total += loss.item()

@@ -74,13 +74,13 @@ class StepRewardModel(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        micro_batch_tokens: int = 8192,
+        tokens_per_micro_batch: int = 8192,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ):
         """backbone: an HF model without its output layer. own_tokenizer: it reads `step_text`, with `chat`;
-        else `chat` is the policy's. dtype: what it computes in. micro_batch_tokens: padded tokens per forward
-        pass. gradient_checkpointing: the fit recomputes layers instead of keeping what is inside them."""
+        else `chat` is the policy's. dtype: what it computes in. tokens_per_micro_batch: padded tokens of a
+        forward pass. gradient_checkpointing: the fit recomputes layers instead of keeping what is in them."""
         super().__init__()
         width = backbone.config.get_text_config().hidden_size
         self.backbone = backbone
@@ -91,7 +91,10 @@ class StepRewardModel(nn.Module):
         nn.init.zeros_(self.head[2].weight)  # all scores start at 0
         nn.init.zeros_(self.head[2].bias)
         self.chat, self.own_tokenizer, self.dtype = chat, own_tokenizer, dtype
-        self.micro_batch_tokens, self.gradient_checkpointing = micro_batch_tokens, gradient_checkpointing
+        self.tokens_per_micro_batch, self.gradient_checkpointing = (
+            tokens_per_micro_batch,
+            gradient_checkpointing,
+        )
         if gradient_checkpointing:
             recompute_layers(backbone)
         self.report: dict = {}  # of the fit
@@ -157,7 +160,7 @@ class StepRewardModel(nn.Module):
         rows = [(row, mine) for t, mine in zip(trajectories, scores, strict=True) for row in self.rows(t)]
         distinct = {_content(row): row for row, _ in rows}
         known: dict[tuple, list[float]] = {}
-        for batch in self._batches(list(distinct.values()), self.micro_batch_tokens):
+        for batch in self._batches(list(distinct.values()), self.tokens_per_micro_batch):
             values = iter(self(batch).tolist())
             known |= {_content(row): [next(values) for _ in row.spans] for row in batch.rows}
         for row, mine in rows:
@@ -273,13 +276,13 @@ class StepRewardModel(nn.Module):
         row.
         """
         total = 0.0
-        for part in _parts(episodes, self.micro_batch_tokens):
+        for part in _parts(episodes, self.tokens_per_micro_batch):
             rows = [row for episode in part for row in episode]
             place = {id(row): i for i, episode in enumerate(part) for row in episode}
             outcomes = torch.tensor([episode[0].trajectory.outcome for episode in part], device=self.device)
-            fits = sum(len(row.input_ids) for row in rows) <= self.micro_batch_tokens
+            fits = sum(len(row.input_ids) for row in rows) <= self.tokens_per_micro_batch
             # What fits as a whole is cut finer: rows of like length need less padding
-            batches = list(self._batches(rows, self.micro_batch_tokens // (4 if fits else 1)))
+            batches = list(self._batches(rows, self.tokens_per_micro_batch // (4 if fits else 1)))
             owners = [
                 torch.tensor([place[id(row)] for row in batch.rows for _ in row.spans], device=self.device)
                 for batch in batches

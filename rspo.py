@@ -93,14 +93,14 @@ class Config:
     """Passes over the data of an update."""
     minibatch_turns: int = 128
     """Turns per optimizer step, on-policy and replayed together."""
-    micro_batch_tokens: int = 8192
+    tokens_per_micro_batch: int = 8192
     """Padded tokens per forward pass; a matter of memory, never of the gradient."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
 
     def __post_init__(self):
         positive = "k total_steps tasks_per_step group_size buffer_tasks clip_eps epochs minibatch_turns"
-        for name in (positive + " micro_batch_tokens max_grad_norm reward_scale value_clip").split():
+        for name in (positive + " tokens_per_micro_batch max_grad_norm reward_scale value_clip").split():
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be above 0")
         for name in ["kl_coef", "entropy_coef", "invalid_penalty", "reward_noise", "gigpo_omega"]:
@@ -295,7 +295,7 @@ def score_rows(agent, rows: list[Row], config: Config, behavior_logprobs: bool =
     """
     mine = distributed.mine([len(row.input_ids) for row in rows])
     scored = [rows[i] for i in mine]
-    for batch in micro_batches(scored, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
+    for batch in micro_batches(scored, config.tokens_per_micro_batch, agent.chat.pad_id, agent.device):
         logprobs, _ = agent.logprobs(batch)
         if behavior_logprobs:
             batch.store("behavior_logprobs", logprobs)
@@ -445,7 +445,9 @@ def update(
             for source, rows, weight in (("on", on_part, 1 - alpha), ("off", off_part, alpha)):
                 count = sum(row.action_tokens for row in rows)  # of all ranks' rows
                 mine = [row for row in rows if id(row) in here]
-                for batch in micro_batches(mine, config.micro_batch_tokens, agent.chat.pad_id, agent.device):
+                for batch in micro_batches(
+                    mine, config.tokens_per_micro_batch, agent.chat.pad_id, agent.device
+                ):
                     mask = batch.action_mask
                     loss = weight * masked_mean(
                         policy_loss(agent, batch, source, config, totals), mask, count

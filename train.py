@@ -189,7 +189,7 @@ def make_start(args: Args, folder: Path, base, demonstrations: list[Trajectory])
                     turns_per_update=args.warm_start_turns,
                     learning_rate=args.warm_start_lr,
                     seed=args.seed,
-                    micro_batch_tokens=args.micro_batch_tokens,
+                    tokens_per_micro_batch=args.tokens_per_micro_batch,
                     progress=show,
                 )
             except ValueError as error:
@@ -217,7 +217,7 @@ def make_policy(args: Args, base):
 def about_step_rewards(args: Args, base) -> dict:
     return {
         **{"dtype": getattr(torch, args.dtype), "device": base.device},
-        **{name: getattr(args, name) for name in ("micro_batch_tokens", "gradient_checkpointing")},
+        **{name: getattr(args, name) for name in ("tokens_per_micro_batch", "gradient_checkpointing")},
     }
 
 
@@ -646,11 +646,12 @@ def show_plan(args: Args) -> None:
     if args.uses_dense_reward:
         flag = "reward_model" if args.reward_model else "reward_model_backbone"
         backbone = shape(flag, getattr(args, flag)) if getattr(args, flag) else model
-    capacity = args.gpu_memory_gb or (
-        torch.cuda.get_device_properties(0).total_memory / plan.GB if torch.cuda.is_available() else 80
-    )
-    say(plan.text(args, model, backbone, capacity * plan.GB))
-    if why := plan.refusal(args, lambda args: plan.moments(args, model, backbone), capacity * plan.GB):
+    if not args.gpu_memory_gb:
+        here = torch.cuda.is_available()
+        size = torch.cuda.get_device_properties(0).total_memory / plan.GB if here else 80
+        args = dataclasses.replace(args, gpu_memory_gb=size)
+    say(plan.text(args, model, backbone))
+    if why := plan.refusal(args, model, backbone):
         raise UsageError(why)
 
 

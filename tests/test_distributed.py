@@ -94,7 +94,7 @@ def many_steps(episodes):
     """Minibatches smaller than the ranks are many, and a second epoch: the weights, and the metrics."""
     done = {}
     for algo, (on, off) in episodes.items():
-        config = config_of(algo, minibatch_turns=4, epochs=2, micro_batch_tokens=16, clip_eps=0.02)
+        config = config_of(algo, minibatch_turns=4, epochs=2, tokens_per_micro_batch=16, clip_eps=0.02)
         policy = agent()
         metrics = rspo.update(policy, on, off, "outcome", config, random.Random(0))
         done[algo] = policy.logits.tolist(), policy.critic.table.tolist(), without_times(metrics)

@@ -1,5 +1,6 @@
 """The memory plan: its arithmetic by hand, what autograd really keeps, refusals; slow: measured peaks."""
 
+import dataclasses
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import plan
 import policy as policy_module
 import train
 from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
-from plan import GB, KNOWN, Precision
+from plan import KNOWN, Precision
 from policy import Base, Policy
 
 torch.set_num_threads(1)
@@ -196,21 +197,43 @@ def test_the_plan_is_printed_without_weights_or_games(capsys, monkeypatch):
 
 
 def refused(*argv, gb=80.0):
-    args = args_of("--method", "outcome", *argv)
-    shape = KNOWN[args.model]
-    return plan.refusal(args, lambda args: plan.moments(args, shape, None), gb * GB)
+    args = args_of("--method", "outcome", "--gpu_memory_gb", str(gb), *argv)
+    return plan.refusal(args, KNOWN[args.model], None)
 
 
 def test_a_refusal_lowers_what_costs_least():
     seven = ("--preset", "paper-webshop", "--model", "Qwen/Qwen2.5-7B-Instruct", "--parallel_episodes", "4")
     assert refused(*seven) is None
-    without = ("--no-gradient_checkpointing", "--micro_batch_tokens", "16384")
+    without = ("--no-gradient_checkpointing", "--tokens_per_micro_batch", "16384")
     assert refused(*seven, *without).endswith("it fits with --gradient_checkpointing")
     many = (*seven[:-1], "1024", *without)
     assert "--parallel_episodes" in refused(*many) and "--gradient_checkpointing" in refused(*many)
     assert "no flag makes it fit" in refused(*seven, gb=12)
     full = refused(*seven, "--lora_rank", "0")  # 7.6e9 * (4 reference + 4 + 8 A + 4 gradients) = 152 GB
     assert "--lora_rank 64" in full
+
+
+def test_vllm_has_its_share_and_needs_enough():
+    seven = ("--preset", "paper-webshop", "--model", "Qwen/Qwen2.5-7B-Instruct", "--sampler", "vllm")
+    args = args_of("--gpu_memory_gb", "80", *seven)
+    found = plan.moments(args, SEVEN, SEVEN)
+    for moment in ("rollout", "update"):
+        assert found[moment]["vLLM and its cache"] == 32e9 and "KV cache" not in found[moment]  # 0.4 * 80
+    assert "vLLM and its cache" not in found["reward model fit"]  # on an expert's games: it starts later
+    with_policy = dataclasses.replace(args, reward_model_source="policy")
+    assert plan.moments(with_policy, SEVEN, SEVEN)["reward model fit"]["vLLM and its cache"] == 32e9
+    # bf16 weights 15.23 GB, two adapters 0.65; a pass over 8192 tokens: base and adapter in bf16, so
+    # (2 * 2 + 2 * 2) * 18944 + 16 * 3584 = 208,896 bytes each, 1.71 GB; an episode's cache: 8192 + 512 tokens
+    # of 28 * 2 * 512 * 2 = 57,344 bytes, 0.4991 GB
+    episode = (args.max_prompt_tokens + args.max_new_tokens) * 57_344
+    left = 32e9 - 2 * (7_615_616_512 + 2 * 161_480_704) - 8192 * 208_896
+    assert plan.vllm_episodes(args, SEVEN) == pytest.approx(left / episode)
+    assert refused(*seven) is None
+    assert refused(*seven, "--vllm_memory", "0.2") == (
+        "--vllm_memory 0.2: 16.0 GB hold no copy of the model with the cache of an episode; give 0.25"
+    )
+    assert refused(*seven, "--vllm_memory", "0.8").endswith("it fits with --vllm_memory 0.65")
+    assert refused(*seven, gb=16).endswith("of an episode; take a larger GPU")
 
 
 def test_the_tiny_model_has_a_plan(capsys):
@@ -277,7 +300,7 @@ def measured(rank, checkpointing, settings):
 def test_the_plan_is_within_15_percent_of_the_peak(rank, checkpointing):
     # Two optimizer steps of two micro-batches: the second has moments and gradients beside its activations
     settings = {"method": "outcome", "tasks_per_step": 2, "group_size": 2, "minibatch_turns": 4}
-    settings |= {"kl_coef": 0.0, "micro_batch_tokens": ROWS * (PROMPT + REPLY)}
+    settings |= {"kl_coef": 0.0, "tokens_per_micro_batch": ROWS * (PROMPT + REPLY)}
     args = flags.Args(
         **settings, lora_rank=rank, dtype="float32", autocast=False, gradient_checkpointing=checkpointing
     )

@@ -921,7 +921,7 @@ def test_warm_start_teaches_the_base_and_is_reproducible():
     settings = {"updates": 40, "turns_per_update": 3, "learning_rate": 3e-3, "seed": 1}
     losses = warm_start(base, demonstrations, **settings, progress=lambda update, loss: seen.append(update))
     assert seen == list(range(40)) and losses[-1] < 0.5 * losses[0]
-    assert warm_start(again, demonstrations, **settings, micro_batch_tokens=1) == pytest.approx(
+    assert warm_start(again, demonstrations, **settings, tokens_per_micro_batch=1) == pytest.approx(
         losses, rel=1e-3
     )
     policy = agent(base)

@@ -105,7 +105,7 @@ def first_step(context, rank, monkeypatch, **options):
 def test_with_unchanged_weights_every_ratio_is_one_and_every_replayed_one_its_centre(
     context, rank, monkeypatch
 ):
-    _, metrics, seen = first_step(context, rank, monkeypatch, micro_batch_tokens=300)
+    _, metrics, seen = first_step(context, rank, monkeypatch, tokens_per_micro_batch=300)
     replayed = [values for values in seen if not torch.equal(values[1], values[2])]
     fresh = [values for values in seen if torch.equal(values[1], values[2])]
     assert fresh and replayed
@@ -137,7 +137,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_token_that_was_played(contex
 
 @pytest.mark.parametrize(("context", "rank"), KINDS)
 def test_the_gap_between_sampler_and_trainer_is_rounding(context, rank, monkeypatch):
-    _, metrics, _ = first_step(context, rank, monkeypatch, micro_batch_tokens=300)
+    _, metrics, _ = first_step(context, rank, monkeypatch, tokens_per_micro_batch=300)
     assert 0 < metrics["sampler_gap_mean"] < 1e-5 and metrics["sampler_gap_max"] < 1e-4
 
 
@@ -153,11 +153,11 @@ def test_the_gap_shows_a_sampler_that_is_one_update_behind(monkeypatch):
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 @pytest.mark.parametrize(("context", "rank"), KINDS)
 def test_the_micro_batch_size_never_changes_the_gradient(context, rank, algo, monkeypatch):
-    whole, metrics, _ = first_step(context, rank, monkeypatch, algo=algo, micro_batch_tokens=10**6)
+    whole, metrics, _ = first_step(context, rank, monkeypatch, algo=algo, tokens_per_micro_batch=10**6)
     policy = played(context, rank)[0]
     assert len(whole) == len(policy.parameters) + (len(policy.critic.parameters) if algo == "ppo" else 0)
     assert max(gradient.abs().max() for gradient in whole) > 1e-2
-    parts, others, _ = first_step(context, rank, monkeypatch, algo=algo, micro_batch_tokens=150)
+    parts, others, _ = first_step(context, rank, monkeypatch, algo=algo, tokens_per_micro_batch=150)
     assert max((a - b).abs().max() for a, b in zip(whole, parts, strict=True)) < 1e-6
     for name in metrics.keys() - {"seconds_update"}:
         assert metrics[name] == pytest.approx(others[name], abs=1e-5), name

@@ -110,7 +110,7 @@ def test_equal_episodes_have_exactly_equal_sums_wherever_they_stand(context):
     model, read = reward_model_of(trained=True), []
     forward = model.forward
     model.forward = lambda batch: read.append(len(batch.rows)) or forward(batch)
-    model.micro_batch_tokens = 40
+    model.tokens_per_micro_batch = 40
     one, other = (episode(model.chat, turns, 1.0, context) for turns in (SHORT, LONG))
     copies = [Trajectory.from_dict(one.to_dict()) for _ in range(7)]
     model.score([Group("", [one, *copies[:3], other, *copies[3:]])])
@@ -224,7 +224,7 @@ def test_a_score_that_is_no_number_is_never_written():
 @pytest.mark.parametrize("context", ["window", "full"])
 def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(context):
     def loss_and_gradient(tokens):
-        model = reward_model_of(trained=True, micro_batch_tokens=tokens)
+        model = reward_model_of(trained=True, tokens_per_micro_batch=tokens)
         model.requires_grad_(True)
         outcomes = ((SHORT, 1.0), (LONG, 0.25))
         episodes = [model.rows(episode(model.chat, turns, outcome, context)) for turns, outcome in outcomes]

@@ -327,15 +327,15 @@ ONE_STEP = Config(**{**SMALL, "minibatch_turns": 10_000, "kl_coef": 0.1, "entrop
 @pytest.mark.parametrize("algo", ["grpo", "gigpo", "ppo"])
 def test_the_micro_batch_size_never_changes_the_gradient(algo):
     whole, metrics = gradient(ONE_STEP, algo=algo)
-    small, others = gradient(ONE_STEP, algo=algo, micro_batch_tokens=16)
+    small, others = gradient(ONE_STEP, algo=algo, tokens_per_micro_batch=16)
     assert whole.abs().max() > 1e-4
     assert (whole - small).abs().max() < 1e-6
     for name in metrics:
         assert name == "seconds_update" or metrics[name] == pytest.approx(others[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 10**6])
-def test_the_sampler_gap_is_over_the_fresh_action_tokens_alone(micro_batch_tokens):
+@pytest.mark.parametrize("tokens_per_micro_batch", [1, 10**6])
+def test_the_sampler_gap_is_over_the_fresh_action_tokens_alone(tokens_per_micro_batch):
     policy, world = ToyPolicy(), toy_world(2)
     (group,) = world.collect(policy, 1)
     turns = [turn for member in group.trajectories for turn in member.steps]
@@ -345,7 +345,7 @@ def test_the_sampler_gap_is_over_the_fresh_action_tokens_alone(micro_batch_token
     for member, outcome in zip(group.trajectories, (1.0, 0.0), strict=True):
         member.outcome = outcome
     replayed = episode(1.0, [step(behavior_logprobs=[-9.0, -9.0], advantage=1.0)])
-    config = Config(**{**SMALL, "micro_batch_tokens": micro_batch_tokens})
+    config = Config(**{**SMALL, "tokens_per_micro_batch": tokens_per_micro_batch})
     metrics = rspo.update(policy, [group], [replayed], "outcome", config, random.Random(0))
     assert metrics["sampler_gap_max"] == pytest.approx(0.5, abs=1e-6)
     assert metrics["sampler_gap_mean"] == pytest.approx(0.75 / sum(counts), abs=1e-6)

@@ -245,8 +245,9 @@ SIZES = {
 }
 
 
-def run(out, *flags):
-    command = [sys.executable, "train.py", "--out", str(out), *flags]
+def run(out, *flags, ranks=1):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), "train.py", "--out", str(out), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -266,3 +267,16 @@ def test_rspo_loops_on_household_with_vllm_and_go_on_after_a_stop(tmp_path):
     assert all(line["sampler_gap_max"] < 1e-3 for line in updates)
     assert all(line["grad_norm"] > 0 for line in updates)
     assert (tmp_path / "run/policy/adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_an_engine_each_play_what_one_plays(tmp_path):
+    flags = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    one = run(tmp_path / "one", *flags, "--total_steps=1")
+    two = run(tmp_path / "two", *flags, "--total_steps=1", ranks=2)
+    assert len(one) == len(two) == 5
+    for alone, shared in zip(one, two, strict=True):
+        assert alone.keys() == shared.keys()
+        for name in alone.keys() - {"by_type"}:
+            if not name.startswith("seconds"):
+                assert shared[name] == pytest.approx(alone[name], abs=1e-5), (alone["agent"], name)
