@@ -528,6 +528,7 @@ def test_text_that_is_too_long_for_the_backbone_is_refused_not_cut(llama):
         model.step_scores([episode(tiny_base().chat, [("mug " * 300, "look")], 1.0)])
 
 
+@pytest.mark.slow
 def test_a_backbone_with_another_tokenizer_learns_too(llama):
     model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
     episodes = random_episodes(tiny_base().chat, 200, wins=magic)

@@ -684,7 +684,7 @@ def test_models_and_prompts_that_cannot_serve_are_refused_before_there_is_a_fold
     (scorer / "model.safetensors").write_text("cut")
     said = refused_run(**on(first_run, reward_model=scorer))
     assert said.startswith(f"error: --reward_model {scorer}: the step reward model in {scorer} is damaged")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment once
     unknown = {"reward_model_backbone": "no-org/no-model"}
     said = refused_run(
         **{key: value for key, value in on(first_run).items() if key != "reward_model"}, **unknown
