@@ -12,8 +12,13 @@ import os
 import sys
 from pathlib import Path
 
-from bench_core import bench_core
 from bench_environments import bench_alfworld, bench_webshop
+
+
+def bench_core(args: argparse.Namespace) -> int:
+    import bench_core  # here, since torch would count in the memory of the others
+
+    return bench_core.bench_core(args)
 
 
 def main(argv: list[str] | None = None) -> int:
