@@ -164,6 +164,8 @@ class Fickle:
     def reset(self):
         pass
 
+    close = reset
+
     def sample(self, policy, prompts, slots, rngs, temperature, max_tokens):
         replies = [self.chat.reply(rng.choice(self.says)) for rng in rngs]
         return [
