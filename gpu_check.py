@@ -206,7 +206,7 @@ class Meter:
 
 def run_tests(device: str, peak: float | None) -> None:
     root, env = Path(__file__).parent, {**os.environ, "RSPO_TEST_DEVICE": device}
-    command = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--durations=5"]
     command += [f"tests/test_{name}.py" for name in TESTED]
     status = subprocess.run(command, cwd=root, env=env).returncode
     if status:

@@ -10,6 +10,7 @@ from device import DEVICE
 
 import alfworld_engine
 
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # before anything reads them
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runs that tests start shall find no GPU either
 else:  # tests that compare bits need sums in one order

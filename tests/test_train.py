@@ -671,7 +671,7 @@ def test_too_long_prompts_for_the_model_are_refused_before_there_is_a_folder(fir
 
 
 def test_models_and_prompts_that_cannot_serve_are_refused_before_there_is_a_folder(
-    first_run, tmp_path, monkeypatch, capsys
+    first_run, tmp_path, capsys
 ):
     def refused_run(**options):
         with pytest.raises(SystemExit) as exit:
@@ -684,7 +684,6 @@ def test_models_and_prompts_that_cannot_serve_are_refused_before_there_is_a_fold
     (scorer / "model.safetensors").write_text("cut")
     said = refused_run(**on(first_run, reward_model=scorer))
     assert said.startswith(f"error: --reward_model {scorer}: the step reward model in {scorer} is damaged")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment once
     unknown = {"reward_model_backbone": "no-org/no-model"}
     said = refused_run(
         **{key: value for key, value in on(first_run).items() if key != "reward_model"}, **unknown
