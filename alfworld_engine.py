@@ -32,6 +32,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import threading
 import warnings
 import zlib
@@ -397,7 +398,12 @@ def _translated(path: str, content: bytes) -> dict:
     except ImportError:
         raise
     except (Exception, SystemExit) as error:  # the libraries' parsers raise all sorts, and exit
-        raise ValueError(f"{path}: not a game that can be played: {error!r}") from error
+        raise ValueError(f"{path}: not a game that can be played: {_brief(error)}") from error
+
+
+def _brief(error: BaseException) -> str:
+    """In a line: some of the parsers' errors hold the whole file."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
 
 
 def _load(file: Path) -> dict | None:
@@ -473,7 +479,7 @@ def main() -> int:
     with ProcessPoolExecutor(args.processes) as pool:
         complaints = [complaint for complaint in pool.map(_warm, paths, chunksize=8) if complaint]
     print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
-    print(f"{len(paths) - len(complaints)} of {len(paths)} games are in {cache_folder()}")
+    print(f"{len(paths) - len(complaints)} of {len(paths)} games can be played; the cache: {cache_folder()}")
     return int(bool(complaints))
 
 

@@ -40,7 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     alfworld.set_defaults(run=bench_alfworld)
     args = parser.parse_args(argv)
-    return args.run(args)
+    if args.command == "webshop" and args.products and args.products < 1000:
+        parser.error(f"--products {args.products}: give 1,000 or more, or leave it out")
+    try:
+        return args.run(args)
+    except FileNotFoundError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

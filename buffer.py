@@ -14,6 +14,7 @@ import heapq
 import math
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,6 +100,12 @@ class Trajectory:
     def from_dict(cls, data: dict) -> Trajectory:
         steps = [Step(**step) for step in data["steps"]]
         return cls(**{**data, "steps": steps, "stop_reason": StopReason(data["stop_reason"])})
+
+
+def endings(trajectories: list[Trajectory]) -> str:
+    """How often episodes ended in which way, in words."""
+    counts = Counter(trajectory.stop_reason.value for trajectory in trajectories)
+    return ", ".join(f"{count} x {end}" for end, count in sorted(counts.items()))
 
 
 @dataclass

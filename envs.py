@@ -163,9 +163,9 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
 
     "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
     unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
-    the whole reply. No action holds the beginning of a tag or of a template, a "<" without a blank, a digit
-    or "$" after it; "click[< prev]" and "search[laptop <$500]" are actions. The reasoning may be in any
-    language, and the action need not be admissible: that is the environment's to answer.
+    the whole reply. No action holds the beginning of a tag or of a template, a "<" before a letter or
+    most signs; "click[< prev]" and "search[laptop <$500]" are actions. The reasoning may be in any language,
+    and the action need not be admissible: that is the environment's to answer.
     """
     text = reply.lower()
     if style != "short":
@@ -177,7 +177,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
         if not closed or still_thinking:
             return "", False
     action = _one_line(text)
-    if not action or re.search(r"<[^\s\d$]", action):
+    if not action or re.search(r"<[^\s\d$€£=.+-]", action):
         return "", False
     return action, True
 
@@ -260,7 +260,9 @@ class AlfWorld:
 
     @property
     def fingerprint(self) -> str:
-        return _digest("/".join(path.parts[-4:]) for games in self.games.values() for path in games)
+        """Of the files' names and sizes."""
+        games = [path for games in self.games.values() for path in games]
+        return _digest(f"{'/'.join(path.parts[-4:])} {path.stat().st_size}" for path in games)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -334,7 +336,7 @@ def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
             "--alfworld_data, or in $ALFWORLD_DATA"
         )
     solvable = {path: _solvable(path) for path in games}
-    _tell_damaged([path for path in games if solvable[path] is None], games)
+    _tell_damaged([path for path in games if solvable[path] is None], games, "they are left out")
     return tuple(path for path in games if solvable[path])
 
 
@@ -350,7 +352,7 @@ def _solvable(path: Path) -> bool | None:
     return b'"solvable": false' not in last if first == b"{" and last.endswith(b"}") else None
 
 
-def _tell_damaged(damaged: list[Path], games: Sequence[Path]) -> None:
+def _tell_damaged(damaged: list[Path], games: Sequence[Path], so: str) -> None:
     """One warning for all; ValueError if these are all the games."""
     if damaged:
         names = ", ".join(map(str, damaged[:3])) + (", ..." if len(damaged) > 3 else "")
@@ -358,7 +360,7 @@ def _tell_damaged(damaged: list[Path], games: Sequence[Path]) -> None:
         remedy = "`alfworld-download -f` unpacks them again"
         if len(damaged) == len(games):
             raise ValueError(f"{told}; {remedy}")
-        warnings.warn(f"{told}; they are left out; {remedy}", stacklevel=3)
+        warnings.warn(f"{told}; {so}; {remedy}", stacklevel=3)
 
 
 @functools.lru_cache
@@ -381,7 +383,7 @@ def alfworld_vocabulary(games: tuple[Path, ...]) -> tuple[str, ...]:
         for kind, count in Counter((part or whole).lower() for whole, part in names).items():
             most[kind] = max(most.get(kind, 0), count)
         words |= dict.fromkeys(task.split())
-    _tell_damaged(damaged, games)
+    _tell_damaged(damaged, games, "the tiny model does not learn their words")
     most.pop("loc", None)  # where one can stand: no text says it
     things = [f"{kind} {number}" for kind, count in most.items() for number in range(1, count + 1)]
     return (*words, "go to", *most, *things)

@@ -23,7 +23,7 @@ import torch
 import checkpoint
 import distributed
 import rspo
-from envs import Env, env_class, make_env
+from envs import Corpus, Env, env_class, make_env
 
 
 class UsageError(Exception):
@@ -332,8 +332,11 @@ def env_maker(args: Args) -> Callable[[], Env]:
     return functools.partial(make_env, args.env, **options.get(args.env, {}))
 
 
-def environment(args: Args) -> Env:
+def environment(args: Args) -> Env | type[Env]:
+    """One to be asked what never changes. For a plan its class will do: games need not be at hand."""
     try:
+        if args.plan and args.model != "tiny":
+            return env_class(args.env)
         return env_maker(args)()
     except ImportError as error:
         raise UsageError(f"--env {args.env}: {error}") from None
@@ -352,10 +355,10 @@ def has_expert(env: Env) -> bool:
 def prepare(argv: list[str]) -> tuple[Args, Path | None]:
     """The complete flags, and the checkpoint that the run goes on from, if it does. Raises UsageError."""
     args = parse(argv)
-    if args.plan and args.model != "tiny":
-        return resolve(args, env_class(args.env)), None  # games need not be at hand to plan
     env = environment(args)
     args = resolve(args, env)
+    if args.plan:
+        return args, None
     check(args, env)
     if not args.out or not (args.resume or args.eval_only):
         return args, None
@@ -515,6 +518,11 @@ def check_vocabulary(args: Args, env: Env) -> None:
     if words is None:
         why = f"the words of --env {args.env} are not known beforehand; give a language model"
         refuse(args, "model", why)
+    if args.style == "think" and not isinstance(words, Corpus):
+        why = (
+            "the tiny model knows the words of the games and no tags; leave it out, or give a language model"
+        )
+        refuse(args, "style", why)
 
 
 def check_device(args: Args) -> None:

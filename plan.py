@@ -110,11 +110,21 @@ def shape_of(model: str) -> Shape:
 
     Raises ValueError for a model whose shape cannot be found out, or is of another family.
     """
-    folder = Path(model)
+    try:
+        return _shape_of_folder(Path(model)) or _shape_by_name(model)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"its configuration is none of a model ({error!r})") from None
+
+
+def _shape_of_folder(folder: Path) -> Shape | None:
     if (folder / "adapter_config.json").is_file():
         return shape_of(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
     if (folder / "config.json").is_file():
-        return _read(json.loads((folder / "config.json").read_text()), model)
+        return _read(json.loads((folder / "config.json").read_text()), str(folder))
+    return None
+
+
+def _shape_by_name(model: str) -> Shape:
     if model in KNOWN:
         return KNOWN[model]
     from transformers import AutoConfig

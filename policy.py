@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from buffer import Batch, Row, Trajectory, micro_batches, rows_of
+from buffer import Batch, Row, Trajectory, endings, micro_batches, rows_of
 from envs import Corpus
 
 TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
@@ -795,7 +795,7 @@ def warm_start(
     assert base.peft is None and base.reference is None, "warm start comes before the agents"
     rows = [row for trajectory in demonstrations if trajectory.usable for row in rows_of(trajectory)]
     if not rows:
-        raise ValueError(f"none of the {len(demonstrations)} demonstrations can be learned from")
+        raise ValueError(f"no demonstration can be learned from; they ended so: {endings(demonstrations)}")
     rng, order, dtype, autocast = random.Random(seed), [], base.model.dtype, base.autocast
     base.fp32()
     parameters = list(base.model.requires_grad_(True).parameters())

@@ -205,7 +205,12 @@ class Log:
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The records of a log. A last line without its end, of a run that was killed or goes on, is none."""
+    *lines, _ = path.read_text().split("\n")
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _numbers(line: dict) -> dict[str, float]:
@@ -372,6 +377,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
+    if len(sys.argv) != 2:
         sys.exit("error: give the folder of a run, for example python report.py runs/household-rspo-grpo-s0")
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {sys.argv[1]} is no folder of a run: {error}")

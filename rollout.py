@@ -300,9 +300,12 @@ class World:
         return _epoch_order(self.seed, position // size, size)[position % size]
 
     def opening_tokens(self) -> int:
-        """Length of the first prompt of a game."""
-        episode = Episode(0, 0, self.name, "train", 0, random.Random(0), 1, self.dialogue)
-        episode.see(self.pool.reset({0: ("train", 0)})[0])
+        """Length of the first prompt of a game: the first of a few that does not crash."""
+        for game in range(min(8, self.pool.env.size("train"))):
+            episode = Episode(0, 0, self.name, "train", game, random.Random(0), 1, self.dialogue)
+            episode.see(self.pool.reset({0: ("train", game)})[0])
+            if episode.view:
+                break
         return len(episode.prompt_ids)
 
     def close(self) -> None:

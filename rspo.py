@@ -15,7 +15,7 @@ import itertools
 import math
 import random
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 import distributed
-from buffer import Batch, Group, ReplayBuffer, Row, StopReason, Trajectory, micro_batches, rows_of
+from buffer import Batch, Group, ReplayBuffer, Row, StopReason, Trajectory, endings, micro_batches, rows_of
 from losses import (
     anchor_advantages,
     clipped,
@@ -279,10 +279,9 @@ class NothingToTrainOn(RuntimeError):
     """No episode of an update counts: all crashed, or none got as far as a reply."""
 
     def __init__(self, groups: list[Group]):
-        ends = Counter(member.stop_reason.value for group in groups for member in group.trajectories)
-        how = ", ".join(f"{count} x {end}" for end, count in sorted(ends.items()))
+        ends = endings([member for group in groups for member in group.trajectories])
         super().__init__(
-            f"no episode of this update can be trained on; they ended so: {how} (crashed: the environment "
+            f"no episode of this update can be trained on; they ended so: {ends} (crashed: the environment "
             "broke, see its warning; token limit: the first prompt is longer than --max_prompt_tokens)"
         )
 

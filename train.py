@@ -438,6 +438,9 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     started = time.perf_counter()
     set_up(args)
     base = load_start(args, Path(args.out) if args.resume else None)
+    saved = checkpoint.read(newest) if newest else None
+    if saved and other_games(args, base, saved):
+        raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
     scorer = named_step_rewards(args, base) if args.uses_dense_reward else None
     folder = distributed.of_rank_0(lambda: folder_of(args))
     ranks = distributed.world_size()
@@ -448,7 +451,7 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
             if distributed.rank() == 0:
                 checkpoint.sweep(folder)
                 describe(args, folder, argv)
-            train_in(folder, args, newest, base, scorer, started)
+            train_in(folder, args, saved, base, scorer, started)
     except BlockingIOError:
         raise UsageError(f"--out {folder}: another process works in it; wait for it, or stop it") from None
     except (FloatingPointError, rspo.NothingToTrainOn) as error:
@@ -461,6 +464,11 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         give_up(f"error: {error}; free some space, then go on with: {go_on}", 1)
+
+
+def other_games(args: Args, base, saved: checkpoint.Checkpoint) -> bool:
+    world = make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed)
+    return saved.state["games"] != world.pool.env.fingerprint
 
 
 def set_up(args: Args) -> None:
@@ -488,18 +496,14 @@ def start_log(folder: Path, state: dict) -> report.Log:
         raise UsageError(f"--out {folder}: {error}; put the file back, or start a new run") from None
 
 
-def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, started: float) -> None:
-    state = {}
-    if newest:
-        saved = checkpoint.read(newest)
-        state = saved.state
-        started -= state["seconds"]  # as if the run had never been interrupted
+def train_in(folder: Path, args: Args, saved, base, scorer, started: float) -> None:
+    """saved: the checkpoint.Checkpoint to go on from, or None."""
+    state = saved.state if saved else {}
+    started -= state.get("seconds", 0.0)  # as if the run had never been interrupted
     log = start_log(folder, state) if distributed.rank() == 0 else None
-    say(f"run folder: {folder}" + (f", continued from {newest.name}" if newest else ""))
+    say(f"run folder: {folder}" + (f", continued after update {state['step']}" if saved else ""))
 
     world = make_world(args, base.chat, args.seed)
-    if newest and state["games"] != world.pool.env.fingerprint:
-        raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
 
     @functools.cache  # the step reward model may be fitted on those of the warm start
     def demonstrated(count: int) -> list[Trajectory]:
@@ -515,7 +519,7 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
         dense_reward = step_rewards(args, folder, base, policy, world, demonstrated, scorer)
     demonstrated.cache_clear()
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
-    if newest:
+    if saved:
         policy.load_state_dicts(saved.tensors)
         world.load_state_dict(state["world"])
         replay.load_state_dict(state["replay"])
@@ -526,7 +530,7 @@ def train_in(folder: Path, args: Args, newest: Path | None, base, scorer, starte
 
     record = Recorder(args, folder, policy, world, dense_reward, log, started)
     done = state.get("step", 0)
-    if not newest:
+    if not saved:
         record.evaluate(0)
     with bar(args.total_steps, "updates of A", initial=done) as record.bar:
         rspo.train(policy, record, record, args, record.log_update, record.end_loop, done, replay)
@@ -586,15 +590,13 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
         distributed.of_rank_0(lambda: checkpoint.write_folder(folder / "start", base.save))
         base = load_start(args, folder)
     policy = make_policy(args, base)
-    trained_on = None
     if newest:
         saved = checkpoint.read(newest)
         policy.load_state_dicts(saved.tensors)
-        trained_on = saved.state["games"]
+        if other_games(args, base, saved):
+            say(f"warning: {OTHER_GAMES}")
     started, who, panels = time.perf_counter(), newest.name if newest else args.model, {}
     with contextlib.closing(make_world(args, base.chat, args.seed)) as world:
-        if trained_on not in (None, world.pool.env.fingerprint):
-            say(f"warning: {OTHER_GAMES}")
         for split in args.eval_splits:
             _, panels[split] = play_panel(args, world, policy, split)
             say(f"success in % on {panels[split]['games']} games of {split}")
@@ -632,7 +634,7 @@ def show_plan(args: Args) -> None:
     def shape(flag: str, model: str) -> plan.Shape:
         try:
             return plan.shape_of(model)
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise UsageError(f"--{flag} {model}: {error}") from None
 
     if args.model == "tiny":

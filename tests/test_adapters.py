@@ -348,6 +348,11 @@ def test_a_damaged_game_is_played_as_far_as_it_can_be(few_games, tmp_path):
     with pytest.raises(EnvironmentCrashed, match=r"trial/game.tw-pddl: maximum recursion depth exceeded"):
         env.step("inventory")
 
+    path.write_bytes(path.read_bytes().replace(b"carrying", b"carry\xff\xff\xff", 1))
+    with pytest.raises(EnvironmentCrashed, match="UnicodeDecodeError: .* can't decode byte 0xff") as crash:
+        env.reset("train", 0)
+    assert len(str(crash.value)) < len(str(path)) + 250  # such an error holds the whole file
+
 
 # --- ALFWorld: the tiny model's words -----------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ def test_games_that_cannot_be_translated_are_listed(tmp_path, monkeypatch, capfd
     monkeypatch.setenv("RSPO_CACHE", str(tmp_path))
     assert alfworld_engine.main() == 1
     out, err = capfd.readouterr()
-    assert out == f"0 of 1 games are in {tmp_path}/alfworld\n"
+    assert out == f"0 of 1 games can be played; the cache: {tmp_path}/alfworld\n"
     assert "pick_and_place_simple/game.tw-pddl" in err and "Traceback" not in err
 
 

@@ -246,6 +246,10 @@ def test_a_model_of_unknown_shape_is_a_usage_error(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--plan", "--preset", "paper-alfworld", "--model", str(tmp_path)])
     assert stopped.value.code == 2 and f"--model {tmp_path}: " in capsys.readouterr().err
+    for config in ("[1]", '{"model_type": "qwen2"}', "{"):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ValueError, match="" if config == "{" else "its configuration is none of a model"):
+            plan.shape_of(str(tmp_path))
 
 
 # --- what is measured -----------------------------------------------------------------------------

@@ -278,6 +278,18 @@ def test_an_expert_that_crashes_costs_its_episode():
     assert all(len(episode.steps) == 3 for episode in episodes if episode not in crashed)
 
 
+def test_the_opening_is_that_of_a_game_that_can_be_played():
+    class Broken(ToyEnv):
+        def reset(self, split, index):
+            if index < 2:
+                raise EnvironmentCrashed("no such game")
+            return super().reset(split, index)
+
+    assert toy_world().opening_tokens() > 0
+    with pytest.warns(UserWarning, match="the episode of game train 0 crashed: no such game"):
+        assert toy_world(make_env=Broken).opening_tokens() == toy_world().opening_tokens()
+
+
 def test_demonstrations_need_an_expert():
     class Unknown(ToyEnv):
         searching_expert = property()  # as if there were none

@@ -63,6 +63,8 @@ def refused(*argv):
         ("--reward_model tests", "--reward_model tests", "leave it out to fit one"),
         ("--tiny_width 36 --tiny_heads 4", "--tiny_width 36", "multiple of twice --tiny_heads 4"),
         ("--eval_splits eval test", "--eval_splits ('eval', 'test')", "it has eval"),
+        ("--style think", "--style think", "leave it out, or give a language model"),
+        ("--plan --model x/y --env alf", "--env alf", "household"),
         ("--eval_splits eval eval", "--eval_splits ('eval', 'eval')", "name each split once"),
         ("--preset paper-alfworld --config x.json", "--config x.json", "give another"),
         ("--env alfworld --alfworld_data tests", "--alfworld_data tests", "alfworld-download"),
@@ -627,8 +629,10 @@ def test_each_split_has_its_panel_in_the_log_the_summary_and_the_tables(
 
     monkeypatch.setattr(TwoSplits, "fingerprint", "of other games")
     capsys.readouterr()
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit):
         train.main(["--resume", f"--out={tmp_path}", "--total_steps=2"])
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert capsys.readouterr().err == (
         "error: --env household: these are not the games that the run was trained on; give the data that the "
         "run began with\n"
@@ -692,6 +696,15 @@ def test_models_and_prompts_that_cannot_serve_are_refused_before_there_is_a_fold
     assert said.endswith("give a folder, or a hub id that can be fetched")
     said = refused_run(**on(first_run, max_prompt_tokens=5))
     assert said.startswith("error: --max_prompt_tokens 5: the first prompt of a game has ")
+
+
+def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
+    assert report.read_lines(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl is damaged: Expecting value"):
+        report.read_lines(path)
 
 
 def test_a_run_that_diverges_says_so(first_run, tmp_path, capsys):
