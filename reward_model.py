@@ -91,10 +91,8 @@ class StepRewardModel(nn.Module):
         nn.init.zeros_(self.head[2].weight)  # all scores start at 0
         nn.init.zeros_(self.head[2].bias)
         self.chat, self.own_tokenizer, self.dtype = chat, own_tokenizer, dtype
-        self.tokens_per_micro_batch, self.gradient_checkpointing = (
-            tokens_per_micro_batch,
-            gradient_checkpointing,
-        )
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             recompute_layers(backbone)
         self.report: dict = {}  # of the fit
