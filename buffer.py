@@ -188,7 +188,7 @@ class Batch:
     action_mask: Tensor
 
     def column(self, name: str) -> Tensor:
-        """The rows' tensors of that name (old_logprobs, ...), padded with 0 to (B, T), on this device."""
+        """The rows' tensors of that name (old_logprobs, ...), padded with 0 to (B, T), where the batch is."""
         columns = [getattr(row, name) for row in self.rows]
         return pad_sequence(columns, batch_first=True).to(self.input_ids.device)
 
@@ -326,7 +326,7 @@ class ReplayBuffer:
                 entry.draws += 1
         return drawn
 
-    def drop_oldest(self, groups: int) -> None:
+    def keep_newest(self, groups: int) -> None:
         """Keeps what came from the newest `groups` groups (RSPO_H: A's own latest episodes)."""
         if groups < 0:
             raise ValueError(f"{groups} groups cannot be kept: give 0 or more")

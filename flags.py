@@ -35,7 +35,7 @@ class Args(rspo.Config):
     """A run's flags. What is None by default depends on the model or the environment: see `resolve`."""
 
     preset: Literal["paper-alfworld", "paper-webshop"] | None = None
-    """The paper's values for everything; flags given beside it win."""
+    """The paper's values and, where it says nothing, verl-agent's; flags given beside it win."""
 
     # who acts, and where
     env: str = "household"
@@ -51,7 +51,7 @@ class Args(rspo.Config):
     webshop_reward: Literal["success", "score"] = "success"
     """Outcome reward in training: 1 for a full score and else 0, or the score itself."""
     env_workers: int = 0
-    """Processes that play the environments, of each rank; 0: it plays them itself."""
+    """Worker processes of each rank that run the environments; 0: none, it runs them itself."""
     model: str = "tiny"
     """Starting model: folder or hub id of a causal LM with a chat template, or tiny: made here, offline."""
     style: Literal["think", "short"] | None = None
@@ -90,13 +90,13 @@ class Args(rspo.Config):
     context: Literal["window", "full"] = "window"
     """window: a fresh prompt per turn, with the last turns as text; full: one chat that only grows."""
     history: int | None = None
-    """Past turns that a window prompt shows. tiny: 1 (its prompts hold notes of the past), else 2."""
+    """Past turns that a window prompt shows. tiny: 1 (webshop 0; its prompts hold notes), else 2."""
     max_turns: int | None = None
     """Turns per episode. Default: the environment's."""
     max_prompt_tokens: int | None = None
-    """A longer prompt loses its oldest history. tiny: 256 (full context: 1024), else 2048 (full: 8192)."""
+    """A longer prompt loses its oldest history. tiny: 256 (webshop 320), else 2048; full context: 4 times."""
     max_new_tokens: int | None = None
-    """Tokens per reply. tiny: 16, else 512."""
+    """Tokens per reply. tiny: 16 (webshop 64), else 512."""
     temperature: float = 1.0
     """Sampling temperature in training; log-probs are taken at it too."""
     parallel_episodes: int = 128
@@ -111,8 +111,8 @@ class Args(rspo.Config):
     """Held-out splits. household: eval; alfworld: valid_seen, valid_unseen; webshop: validation, test.
     Default: the first of them."""
     eval_games: int = 300
-    """Games of a split's panel, its first ones, each played once at the start, at the end and between; a
-    split that has fewer is played whole."""
+    """Held-out games per split, its first ones, each played once per panel; a smaller split is played whole.
+    alfworld: its games are sorted by type, so a part of a split is one-sided."""
     eval_every: int = 9
     """Updates of A between panels; they are played at the end of a loop."""
     eval_temperature: float = 0.4
@@ -120,16 +120,19 @@ class Args(rspo.Config):
 
     # warm start
     warm_start: int | None = None
-    """Supervised updates on demonstrations; 0: none. tiny, which cannot act yet: 450 (full: 1200), else 0."""
+    """Supervised updates on demonstrations; 0: none. tiny, which cannot act yet: household 450, alfworld
+    1500, webshop 1000 (full context: 8/3 times as many); else 0."""
     warm_start_episodes: int | None = None
-    """Demonstrations: training games by an expert that searches, hesitates and errs. See flags.TINY."""
+    """Demonstrations: training games by an expert that searches, hesitates and errs. household: 2000,
+    alfworld: 5000, webshop: 8000."""
     warm_start_games: int | None = None
-    """They play the first so many games of the task stream. Default: any; alfworld (new ones cost): 600."""
+    """Demonstrations, and the policy's games for the reward model, are drawn from the first so many games of
+    the task stream. Default: from all; alfworld: 600, since each new game is translated first."""
     expert_share: float | None = None
-    """Share of the demonstrated turns that are the expert's own. household: 0.5."""
+    """Share of the demonstrated turns that are the expert's own. household, alfworld: 0.5, webshop: 0.75."""
     hesitation_share: float | None = None
-    """Share of them in which it does something useless; in the rest it errs: any admissible action.
-    household: 0.45."""
+    """Share of them in which it only looks around (webshop: acts hastily); in the rest it errs: any
+    admissible action. household: 0.45."""
     warm_start_turns: int | None = None
     """Demonstrated turns per supervised update. household: 128."""
     warm_start_lr: float | None = None

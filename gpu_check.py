@@ -318,16 +318,16 @@ def attempt(part: Callable, seconds: int, *given) -> str | None:
     try:
         part(*given)
     except (Exception, SystemExit) as error:  # whatever it is, the other part is tried too
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{part.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"
         if not isinstance(error, Failed | SystemExit):
             traceback.print_exc()
     finally:
         signal.alarm(0)
-    print(f"=== {part.__name__}: {reason or 'passed'} ({time.perf_counter() - started:.0f} s)", flush=True)
+    print(f"=== {reason or f'{part.__name__}: passed'} ({time.perf_counter() - started:.0f} s)", flush=True)
     return reason
 
 
-PARTS = {"tests": (run_tests, 200), "loop": (run_loop, 240)}  # and the seconds that each may take
+PARTS = {"tests": (run_tests, 200), "loop": (run_loop, 240)}  # and the seconds that each may take on a GPU
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -343,8 +343,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"torch {torch.__version__} on {'the CPU' if args.dry_run else torch.cuda.get_device_name()}")
     peak = args.peak_tflops * 1e12 if args.peak_tflops else peak_flops(device)
+    patience = 5 if args.dry_run else 1  # a CPU may be busy with other things
     parts = [part for name, part in PARTS.items() if args.only in (None, name)]
-    reasons = [reason for part in parts if (reason := attempt(*part, device, peak))]
+    reasons = [
+        reason for part, seconds in parts if (reason := attempt(part, patience * seconds, device, peak))
+    ]
     print("\n".join(["", *reasons]) if reasons else "\nall is well")
     return int(bool(reasons))
 

@@ -153,7 +153,8 @@ def clipped_surrogate(
 ) -> Tensor:
     """Per-token loss -min(r A, clip(r, c - eps, c + eps) A)   (Eq. 3-4; Queeney et al. 2021)
 
-    r = pi/pi_b, c = pi_old/pi_b; on-policy pi_b = pi_old, so c = 1: PPO. All (B, T); mask bool. Returns (B,
+    r = pi/pi_b, c = pi_old/pi_b; pi_b is the policy that sampled the token: B for replayed ones; for fresh
+    ones pi_old, so c = 1: PPO. All (B, T); mask bool. Returns (B,
     T), 0 where masked. Its gradient is 0 where A > 0 and r > c + eps, or A < 0 and r < c - eps, and -A r
     elsewhere.
     """

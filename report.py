@@ -293,6 +293,10 @@ def commit() -> str | None:
 # --- curves -------------------------------------------------------------------------------------------------
 
 
+def title_of(config: dict) -> str:
+    return "{method} + {algo} on {env}, seed {seed}".format(**config)
+
+
 def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
     """Success over both costs, updates and environment episodes; dense reward, KL, entropy, clip fraction."""
     import matplotlib
@@ -326,7 +330,10 @@ def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
             )
         for split, marker in zip(start_and_end(lines), "os^v", strict=False):
             ax.plot(
-                *points(f"evaluation {split}", x, "success"), f"{marker}-", color="black", label=f"A, {split}"
+                *points(f"evaluation {split}", x, "success"),
+                f"{marker}-",
+                color="black",
+                label=f"A, held-out ({split})",
             )
         ax.set(xlabel=label, ylabel="success", ylim=(0, 1))
     success[0].legend(loc="upper left", fontsize=8)
@@ -369,7 +376,8 @@ def main(folder: Path) -> None:
     lines = read_lines(folder / "metrics.jsonl")
     for split, (start, end) in start_and_end(lines).items():
         print(f"success in % on {split}\n{panel_table({'start': start, 'end': end})}\n")
-    draw_curves(lines, folder / "curves.png", folder.name)
+    config = json.loads((folder / "config.json").read_text())
+    draw_curves(lines, folder / "curves.png", title_of(config))
     print(f"\n{folder / 'curves.png'} drawn. The newest episodes of the panel:\n")
     records = [r for r in read_lines(folder / "transcripts.jsonl") if r["agent"] == "evaluation"]
     for record in records[-2:]:
@@ -381,5 +389,5 @@ if __name__ == "__main__":
         sys.exit("error: give the folder of a run, for example python report.py runs/household-rspo-grpo-s0")
     try:
         main(Path(sys.argv[1]))
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         sys.exit(f"error: {sys.argv[1]} is no folder of a run: {error}")

@@ -169,7 +169,7 @@ class Episode:
 
 
 class World:
-    """One environment's episodes, played by whoever is asked to. Its state is its counters, nothing else.
+    """Plays episodes of one environment with the policy it is given. Its state is its counters, nothing else.
 
     make_env: builds one environment; as many are made as episodes are played at once, and reused.
     parallel: episodes alive at once on a rank (memory of the KV cache); others start as these end.
@@ -324,7 +324,7 @@ class World:
             return self.sampler.sample(
                 policy,
                 [episode.prompt_ids for episode in live],
-                slots=[episode.place for episode in live],
+                episodes=[episode.place for episode in live],
                 rngs=[episode.rng for episode in live],
                 temperature=temperature,
                 max_tokens=self.dialogue.max_new_tokens,

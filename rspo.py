@@ -54,7 +54,7 @@ class Config:
     k: int = 3
     """k: updates per phase, of B and then of A."""
     tasks_per_step: int = 8
-    """B: tasks per update, on-policy and replayed together."""
+    """B, the paper's batch size (not agent B): tasks per update, fresh and replayed together."""
     group_size: int = 8
     """N: episodes per task. PPO plays tasks_per_step * group_size tasks once each."""
     off_policy_fraction: float = 0.125
@@ -72,7 +72,7 @@ class Config:
     entropy_coef: float = 0.001
     """Weight of the entropy bonus."""
     reward_scale: float = 10.0
-    """Return of a success: R = reward_scale * reward - invalid_penalty * (invalid turns)."""
+    """Factor on an episode's reward: R = reward_scale * reward - invalid_penalty * (invalid turns)."""
     invalid_penalty: float = 0.1
     """Taken off the return for each reply without one well-formed action."""
     reward_noise: float = 0.0
@@ -531,7 +531,7 @@ def train(
             log("policy", {**episode_metrics(groups, config.policy_reward), **metrics}, step + i + 1)
             if config.method == "rspo_h":  # no B: A's own last groups, oldest out first, never cleared
                 replay.add(groups)
-                replay.drop_oldest(config.buffer_groups)
+                replay.keep_newest(config.buffer_groups)
         if config.explores:
             replay.clear()
         end_loop(step + config.k, replay)

@@ -2,7 +2,7 @@
 
 `KVSampler` is a decoder of our own for any Hugging Face causal LM and decodes with the very weights that are
 trained. All live episodes are one batch with one key-value cache. The cache is kept from call to call: a
-prompt that extends the tokens cached for its slot pays for its new tokens alone. Columns are shared by the
+prompt that extends the tokens cached for its episode pays for its new tokens alone. Columns are shared by the
 rows; where a row has no token a column is a hole that the attention mask hides, and positions are counted per
 row.
 
@@ -47,13 +47,13 @@ class Sampler(Protocol):
         self,
         policy,
         prompts: list[list[int]],
-        slots: list[int],
+        episodes: list[int],
         rngs: list[random.Random],
         temperature: float,
         max_tokens: int,
     ) -> list[Sample]:
-        """One reply to each prompt. `slots` name the episodes, so that what was computed for one can be
-        reused."""
+        """One reply to each prompt. `episodes`: the number of each one's, so that what was computed for it
+        can be reused."""
 
     def reset(self) -> None:
         """Forget all that is cached."""
@@ -147,19 +147,19 @@ class KVSampler:
     def reset(self) -> None:
         self._owner = None  # (policy, its version) the cache was computed with
         self._cache, self._real = Cache(), None  # (B, K) bool: the columns that hold one of the row's tokens
-        self._slots, self._tokens = [], []  # of each row
+        self._episodes, self._tokens = [], []  # of each row
 
     close = reset
 
     @torch.no_grad()
-    def sample(self, policy, prompts, slots, rngs, temperature, max_tokens) -> list[Sample]:
+    def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens) -> list[Sample]:
         """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1."""
         model = policy.activate()
         check_decodable(model, prompts, max_tokens, policy.max_length)
         if self._owner is None or self._owner[0] is not policy or self._owner[1] != policy.version:
             self.reset()
             self._owner = (policy, policy.version)
-        hidden = self._prefill(policy, prompts, slots, max_tokens)
+        hidden = self._prefill(policy, prompts, episodes, max_tokens)
 
         count, device = len(prompts), hidden.device
         stop_ids = torch.tensor(policy.chat.stop_ids, device=device)
@@ -202,19 +202,19 @@ class KVSampler:
             Sample(ids[:n], scores[:n], ids[n - 1] in policy.chat.stop_ids)
             for ids, scores, n in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
         ]
-        self._slots = list(slots)
+        self._episodes = list(episodes)
         self._tokens = [prompt + s.token_ids[:-1] for prompt, s in zip(prompts, samples, strict=True)]
         return samples
 
-    def _prefill(self, policy, prompts, slots, room: int) -> Tensor:
+    def _prefill(self, policy, prompts, episodes, room: int) -> Tensor:
         """Run what is not cached yet; the hidden state at each prompt's end (B, D)."""
-        device, rows = policy.device, self._reusable(prompts, slots)
+        device, rows = policy.device, self._reusable(prompts, episodes)
         known = [0 if row is None else len(self._tokens[row]) for row in rows]
         counts = torch.tensor(known, device=device)
-        slots_before, self._slots = self._slots, []  # until the call is through, nothing is reusable
+        episodes_before, self._episodes = self._episodes, []  # until the call is through, nothing is reusable
         if not any(known):
             self._cache, self._real = Cache(room), torch.zeros(len(rows), 0, dtype=torch.bool, device=device)
-        elif rows != list(range(len(slots_before))) or self._cache.columns > 2 * max(known):
+        elif rows != list(range(len(episodes_before))) or self._cache.columns > 2 * max(known):
             # Episodes left, or holes take more room than tokens: pack each row's tokens to the left
             chosen = torch.tensor([row or 0 for row in rows], device=device)
             order = self._real[chosen].int().argsort(dim=1, descending=True, stable=True)[:, : max(known)]
@@ -245,12 +245,12 @@ class KVSampler:
             self._cache = Cache.joined(parts)
         return torch.cat(states)
 
-    def _reusable(self, prompts: list[list[int]], slots: list[int]) -> list[int | None]:
-        """For each prompt the cached row of its slot, if the prompt extends its tokens."""
-        row_of = {slot: row for row, slot in enumerate(self._slots)}
+    def _reusable(self, prompts: list[list[int]], episodes: list[int]) -> list[int | None]:
+        """For each prompt the cached row of its episode, if the prompt extends its tokens."""
+        row_of = {episode: row for row, episode in enumerate(self._episodes)}
         rows: list[int | None] = []
-        for prompt, slot in zip(prompts, slots, strict=True):
-            row = row_of.get(slot)
+        for prompt, episode in zip(prompts, episodes, strict=True):
+            row = row_of.get(episode)
             tokens = self._tokens[row] if row is not None else prompt
             rows.append(row if len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens else None)
         return rows
@@ -346,8 +346,8 @@ class VLLMSampler:
             self._llm = stop_vllm(self._llm)
             self._synced.clear()
 
-    def sample(self, policy, prompts, slots, rngs, temperature, max_tokens) -> list[Sample]:
-        """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1. `slots`
+    def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens) -> list[Sample]:
+        """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1. `episodes`
         are of no use: vLLM finds out by itself what prompts have in common."""
         policy.activate()  # refuses an agent that was discarded
         # One that is too long would fail all others with it, or have its reply cut short

@@ -214,20 +214,20 @@ def make_policy(args: Args, base):
     )
 
 
-def about_step_rewards(args: Args, base) -> dict:
+def about_reward_model(args: Args, base) -> dict:
     return {
         **{"dtype": getattr(torch, args.dtype), "device": base.device},
         **{name: getattr(args, name) for name in ("tokens_per_micro_batch", "gradient_checkpointing")},
     }
 
 
-def named_step_rewards(args: Args, base):
+def named_reward_model(args: Args, base):
     """The model of --reward_model, or one to be fitted, made of --reward_model_backbone; None without either.
     Loaded before there is a run folder. Raises UsageError."""
     from reward_model import StepRewardModel
 
     flag = "reward_model" if args.reward_model else "reward_model_backbone"
-    name, about = getattr(args, flag), about_step_rewards(args, base)
+    name, about = getattr(args, flag), about_reward_model(args, base)
     fitted = args.resume and Path(args.out, "reward_model").is_dir()
     if distributed.rank() > 0 and not args.reward_model:
         return None  # rank 0 fits it
@@ -239,7 +239,7 @@ def named_step_rewards(args: Args, base):
         raise UsageError(f"--{flag} {name}: {str(error).removeprefix(f'--model {name}: ')}") from None
 
 
-def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstrated: Demonstrated, model):
+def reward_model_of(args: Args, folder: Path, base, policy, world: World, demonstrated: Demonstrated, model):
     """The step reward model: the `model` named by a flag, fitted if need be, or one made of the start."""
     from reward_model import StepRewardModel
 
@@ -253,10 +253,10 @@ def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstra
             say(f"{count} the starting policy")
             episodes = world.practice(policy, args.reward_model_episodes, args.warm_start_games)
             tell_crashes(episodes, "games")
-        distributed.of_rank_0(lambda: make_step_rewards(args, made, base, episodes, model))
+        distributed.of_rank_0(lambda: make_reward_model(args, made, base, episodes, model))
     if not args.reward_model:
         try:
-            model = StepRewardModel.load(made, base.chat, **about_step_rewards(args, base))  # as when resumed
+            model = StepRewardModel.load(made, base.chat, **about_reward_model(args, base))  # as when resumed
         except ValueError as error:
             raise UsageError(f"--out {folder}: {error}; remove {made} to fit it again") from None
     fit = {key: "n/a" if value is None else value for key, value in model.report.items()}
@@ -267,19 +267,19 @@ def step_rewards(args: Args, folder: Path, base, policy, world: World, demonstra
     return model
 
 
-def make_step_rewards(args: Args, made: Path, base, episodes: list[Trajectory], model) -> None:
+def make_reward_model(args: Args, made: Path, base, episodes: list[Trajectory], model) -> None:
     from reward_model import StepRewardModel
 
-    model = model or StepRewardModel.from_base(base, seed=args.seed, **about_step_rewards(args, base))
+    model = model or StepRewardModel.from_base(base, seed=args.seed, **about_reward_model(args, base))
     try:
-        fit_step_rewards(args, model, episodes)
+        fit_reward_model(args, model, episodes)
     except ValueError as error:  # too few episodes, or too long for the backbone
         raise UsageError(str(error)) from None
     checkpoint.write_folder(made, model.save)
     model.to("cpu")  # whoever still holds it: what scores is loaded from there
 
 
-def fit_step_rewards(args: Args, model, episodes: list[Trajectory]) -> None:
+def fit_reward_model(args: Args, model, episodes: list[Trajectory]) -> None:
     with bar(0, "step reward model", leave=False) as progress, warnings.catch_warnings(record=True) as caught:
 
         def show(done: int, total: int, loss: float) -> None:
@@ -441,7 +441,7 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     saved = checkpoint.read(newest) if newest else None
     if saved and other_games(args, base, saved):
         raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
-    scorer = named_step_rewards(args, base) if args.uses_dense_reward else None
+    scorer = named_reward_model(args, base) if args.uses_dense_reward else None
     folder = distributed.of_rank_0(lambda: folder_of(args))
     ranks = distributed.world_size()
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
@@ -516,7 +516,7 @@ def train_in(folder: Path, args: Args, saved, base, scorer, started: float) -> N
     policy = make_policy(args, base)
     dense_reward = None
     if args.uses_dense_reward:
-        dense_reward = step_rewards(args, folder, base, policy, world, demonstrated, scorer)
+        dense_reward = reward_model_of(args, folder, base, policy, world, demonstrated, scorer)
     demonstrated.cache_clear()
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
     if saved:
@@ -572,7 +572,7 @@ def conclude(args: Args, folder: Path, log: report.Log, seconds: float) -> None:
         "model": args.model,
     }
     checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    title = f"{args.method} + {args.algo} on {args.env}, seed {args.seed}"
+    title = report.title_of(vars(args))
     report.draw_curves(log.lines, folder / "curves.png", title)
     for split, (start, end) in panels.items():
         games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"

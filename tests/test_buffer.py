@@ -349,19 +349,19 @@ def test_unusable_episodes_are_left_out_and_counted():
         assert outcomes(buffer.sample(4)) == [1, 0]
 
 
-def test_drop_oldest_keeps_the_newest_groups():
+def test_keep_newest_drops_the_oldest_groups():
     for unit in ("episode", "group"):
         buffer = ReplayBuffer(unit=unit)
         for task in "abcd":
             buffer.add([group(1, 0, task=task)])
-        buffer.drop_oldest(9)
+        buffer.keep_newest(9)
         assert len(buffer) == 8
-        buffer.drop_oldest(2)
+        buffer.keep_newest(2)
         assert set(tasks(buffer.sample(9))) == {"c", "d"} and len(buffer) == 4
         buffer.add([group(1, 0, task="e")])
-        buffer.drop_oldest(2)
+        buffer.keep_newest(2)
         assert set(tasks(buffer.sample(9))) == {"d", "e"}
-        buffer.drop_oldest(0)
+        buffer.keep_newest(0)
         assert len(buffer) == 0
 
 
@@ -406,7 +406,7 @@ def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
         assert again.sample(4) == buffer.sample(4)
         for each in (buffer, again):
             each.add([group(1, 0, 0, 1, task=f"later {i}")])
-            each.drop_oldest(4)
+            each.keep_newest(4)
         assert again.sample(9) == buffer.sample(9)
 
 
@@ -417,7 +417,7 @@ def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
         (lambda: ReplayBuffer(unit="step"), "'step'.*'episode' or 'group'"),
         (lambda: ReplayBuffer(capacity=0), "capacity 0 .* 1 or more, or None"),
         (lambda: ReplayBuffer().sample(-1), "-1 episodes .* 0 or more"),
-        (lambda: ReplayBuffer().drop_oldest(-2), "-2 groups .* 0 or more"),
+        (lambda: ReplayBuffer().keep_newest(-2), "-2 groups .* 0 or more"),
         (lambda: ReplayBuffer(unit="group", capacity=3).add([group(1, 0, 0, 0)]), "capacity 3 .* group of 4"),
     ],
 )

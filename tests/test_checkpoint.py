@@ -64,7 +64,7 @@ def toy_pieces(monkeypatch):
     monkeypatch.setattr(train, "load_start", lambda args, folder: base)
     monkeypatch.setattr(train, "make_world", make_world)
     monkeypatch.setattr(train, "make_policy", lambda args, base: SavedToy())
-    monkeypatch.setattr(train, "step_rewards", lambda *_: CountingScorer())
+    monkeypatch.setattr(train, "reward_model_of", lambda *_: CountingScorer())
     monkeypatch.setattr(report, "commit", lambda: None)
     monkeypatch.setattr(report, "draw_curves", lambda lines, path, title: None)
 

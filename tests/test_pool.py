@@ -166,7 +166,7 @@ class Fickle:
 
     close = reset
 
-    def sample(self, policy, prompts, slots, rngs, temperature, max_tokens):
+    def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens):
         replies = [self.chat.reply(rng.choice(self.says)) for rng in rngs]
         return [
             Sample(ids, [rng.random() for _ in ids], rng.random() < 0.9)
@@ -355,11 +355,12 @@ def test_closing_leaves_nothing_behind(before):
 
 
 PROGRAM = """
-import os, sys
+import os, signal, sys
 from pool import Pool
 from tally import Tally
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     pool = Pool(Tally, 2)
     views = pool.reset({0: ("train", 0), 1: ("train", 0)})
     pool.step({0: "print"})

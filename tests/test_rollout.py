@@ -19,7 +19,7 @@ class Scripted(ToySampler):
         super().__init__()
         self.replies, self.prompts = replies, []
 
-    def sample(self, policy, prompts, slots, rngs, temperature, max_tokens):
+    def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens):
         self.prompts.append(prompts)
         text = self.replies[(len(self.prompts) - 1) % len(self.replies)]
         ids = [5 if word == "right" else 4 if word == "left" else 1 for word in text.split()]

@@ -49,9 +49,9 @@ def prompts_of(count, low=2, high=9, seed=0):
     return [[rng.randrange(5, 21) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
-def sample(policy, prompts, sampler=None, temperature=1.0, max_tokens=8, seed=0, slots=None):
-    sampler, slots = sampler or KVSampler(), slots or list(range(len(prompts)))
-    return sampler.sample(policy, prompts, slots, rngs(len(prompts), seed), temperature, max_tokens)
+def sample(policy, prompts, sampler=None, temperature=1.0, max_tokens=8, seed=0, episodes=None):
+    sampler, episodes = sampler or KVSampler(), episodes or list(range(len(prompts)))
+    return sampler.sample(policy, prompts, episodes, rngs(len(prompts), seed), temperature, max_tokens)
 
 
 def follow(policy, prompts, replies, text="look"):
@@ -190,17 +190,17 @@ def test_log_probs_are_the_trainers_over_many_turns(rank, context):
     live = dict(enumerate(prompts_of(10, seed=2)))
     lengths = set()
     for turn in range(9):
-        slots, prompts = list(live), list(live.values())
-        replies = sample(policy, prompts, sampler, 0.8, max_tokens=10, seed=turn, slots=slots)
-        for slot, prompt, reply in zip(slots, prompts, replies, strict=True):
+        episodes, prompts = list(live), list(live.values())
+        replies = sample(policy, prompts, sampler, 0.8, max_tokens=10, seed=turn, episodes=episodes)
+        for episode, prompt, reply in zip(episodes, prompts, replies, strict=True):
             assert reply.logprobs == pytest.approx(scored(policy, prompt, reply), abs=1e-4 * LOOSER)
             lengths.add(len(reply.token_ids))
             heard = " ".join(rng.choices(["look", "go", "mug 1"], k=rng.randint(1, 6)))
             new = policy.chat.extend(reply.token_ids, heard)
-            live[slot] = prompt + reply.token_ids + new if context == "full" else new
+            live[episode] = prompt + reply.token_ids + new if context == "full" else new
             if context == "full" and rng.random() < 0.1:
-                live[slot] = live[slot][3:]  # an episode whose oldest turns were cut begins anew
-        if turn % 2:  # an episode ends, the others change places
+                live[episode] = live[episode][3:]  # an episode whose oldest turns were cut begins anew
+        if turn % 2:  # an episode ends, the others change episodes
             del live[rng.choice(list(live))]
             live = dict(rng.sample(list(live.items()), len(live)))
     assert len(live) == 6 and len(lengths) > 5

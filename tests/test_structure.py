@@ -21,7 +21,7 @@ ORDER = [
     *["alfworld_player", "webshop_player"],
     *["envs", "sampler", "policy"],
     *["reward_model", "pool", "rollout", "rspo", "checkpoint", "plan", "report", "flags", "train"],
-    *["reproduce", "bench_goals", "bench_environments", "bench_trl", "bench_core", "bench", "gpu_check"],
+    *["bench_goals", "bench_environments", "bench_trl", "bench_core", "bench", "gpu_check"],
 ]
 FILES = [name for name in ORDER if (ROOT / f"{name}.py").exists()]
 METHOD = [name for name in FILES if ORDER.index(name) <= ORDER.index("rspo")]  # the others are the run's

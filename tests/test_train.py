@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import alfworld_engine
 import checkpoint
 import flags
 import report
@@ -91,6 +92,7 @@ def refused(*argv):
     ],
 )
 def test_bad_flags_name_the_value_and_the_remedy(argv, flag, remedy, monkeypatch):
+    monkeypatch.setattr(alfworld_engine, "check_installed", lambda: None)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "wandb" else True)
     message = refused(*argv.split())
@@ -326,7 +328,8 @@ def test_what_belongs_to_the_machine_may_change_when_a_run_is_resumed(tmp_path):
         assert said.startswith(f"--{flag} {value}: the run in {run} has ") and "leave it out" in said
 
 
-def test_a_config_of_another_place_is_read_without_its_data(tmp_path):
+def test_a_config_of_another_place_is_read_without_its_data(tmp_path, monkeypatch):
+    monkeypatch.setattr(alfworld_engine, "check_installed", lambda: None)
     run = saved(tmp_path / "run", env="alfworld", alfworld_data="/gone", seed=3)
     args = flags.parse(["--config", f"{run}/config.json", "--env=household"])
     args = flags.resolve(args, env_class("household"))

@@ -160,7 +160,7 @@ class ToySampler:
 
     close = reset
 
-    def sample(self, policy, prompts, slots, rngs, temperature, max_tokens):
+    def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens):
         self.calls.append((policy.name, policy.version, temperature, len(prompts)))
         table = torch.log_softmax(policy.logits.detach() / temperature, dim=-1)
         logprobs, weights = table.tolist(), table.exp().tolist()
