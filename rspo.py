@@ -54,7 +54,7 @@ class Config:
     k: int = 3
     """k: updates per phase, of B and then of A."""
     tasks_per_step: int = 8
-    """B, the paper's batch size (not agent B): tasks per update, fresh and replayed together."""
+    """B: tasks per update, fresh and replayed together (the paper's batch size, not agent B)."""
     group_size: int = 8
     """N: episodes per task. PPO plays tasks_per_step * group_size tasks once each."""
     off_policy_fraction: float = 0.125

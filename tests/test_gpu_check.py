@@ -78,9 +78,9 @@ def test_a_part_that_fails_or_takes_too_long_ends_with_its_reason(capsys):
     def loses(why):
         raise why
 
-    assert gpu_check.attempt(loses, 60, Failed("too slow")) == "Failed: too slow"
-    assert gpu_check.attempt(loses, 60, ValueError("a\nb")) == "ValueError: a b"
-    assert gpu_check.attempt(loses, 60, SystemExit(2)) == "SystemExit: 2"
+    assert gpu_check.attempt(loses, 60, Failed("too slow")) == "loses: Failed: too slow"
+    assert gpu_check.attempt(loses, 60, ValueError("a\nb")) == "loses: ValueError: a b"
+    assert gpu_check.attempt(loses, 60, SystemExit(2)) == "loses: SystemExit: 2"
     assert "more than its 1 s" in gpu_check.attempt(time.sleep, 1, 5)
     assert gpu_check.attempt(lambda: None, 60) is None
     assert "passed" in capsys.readouterr().out
