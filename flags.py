@@ -395,7 +395,7 @@ def parse(argv: list[str]) -> Args:
     else:
         default = Args()
     about = (
-        "RSPO: Reward-Swap Policy Optimization. Trains agent A; see README.md for what a run leaves behind."
+        "RSPO: Reward-Swap Policy Optimization. Trains agent A; README.md says what a run leaves behind."
     )
     args = tyro.cli(
         Args, prog="train.py", description=about, args=argv, default=default, use_underscores=True

@@ -538,7 +538,7 @@ def train(
 
 
 def episode_metrics(groups: list[Group], which: str) -> dict[str, float]:
-    """What the episodes of one update say, crashed ones counted and otherwise left out. Glossary: docs/METRICS.md."""
+    """What the episodes of one update say, crashed ones counted and otherwise left out: docs/METRICS.md."""
     members = [member for group in groups for member in group.trajectories]
     episodes = [member for member in members if member.usable]
     rewards = [[member.reward(which) for member in group.trajectories if member.usable] for group in groups]
