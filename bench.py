@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     alfworld.set_defaults(run=bench_alfworld)
     args = parser.parse_args(argv)
+    if args.command == "core" and args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: must be at least 1")
     if args.command == "webshop" and args.products and args.products < 1000:
         parser.error(f"--products {args.products}: give 1,000 or more, or leave it out")
     try:

@@ -371,10 +371,12 @@ def bench_adapters(repeats: int = 30) -> None:
 
 def bench_core(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
+    reason = no_trl(args.trl)  # said now too, since all of it takes a quarter of an hour
+    if reason:
+        print(f"GRPO step beside TRL's: skipped, {reason}")
     print("CPU-seconds of one thread, fp32:", flush=True)
     policy, repeats = random_policy(), args.repeats
     goals = [*bench_rollout(policy, repeats), *bench_update(policy, repeats), *bench_growth(policy, repeats)]
-    reason = no_trl(args.trl)
     if not reason:
         goals += bench_step(args.trl, repeats)
     goals += bench_logprobs(repeats)

@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -81,6 +82,7 @@ def stop() -> None:
     if world_size() > 1:
         wait()
         dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def world_size() -> int:
@@ -106,6 +108,8 @@ def local_world_size() -> int:
 def report_once(text: str) -> None:
     """Print an error that other ranks may have seen too: the first to get here does, the others wait for it,
     since torchrun ends all of them as soon as one has ended."""
+    if world_size() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this rank is about to end
     try:
         first = world_size() == 1 or _store.add("reported", 1) == 1
     except RuntimeError:  # the rank that kept the store has ended

@@ -394,9 +394,7 @@ def parse(argv: list[str]) -> Args:
         default = Args(**PRESETS[known.preset])
     else:
         default = Args()
-    about = (
-        "RSPO: Reward-Swap Policy Optimization. Trains agent A; README.md says what a run leaves behind."
-    )
+    about = "RSPO: Reward-Swap Policy Optimization. Trains agent A; README.md says what a run leaves behind."
     args = tyro.cli(
         Args, prog="train.py", description=about, args=argv, default=default, use_underscores=True
     )

@@ -337,6 +337,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=list(PARTS), help="one part alone")
     parser.add_argument("--peak_tflops", type=float, help="dense bf16 TFLOP/s of a GPU that is not listed")
     args = parser.parse_args(argv)
+    if args.peak_tflops is not None and args.peak_tflops <= 0:
+        parser.error(f"--peak_tflops {args.peak_tflops:g}: must be above 0")
     device = "cpu" if args.dry_run else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         print("error: torch finds no GPU here; --dry_run goes the same way on the CPU", file=sys.stderr)

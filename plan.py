@@ -317,7 +317,7 @@ def vllm_episodes(args, shape: Shape) -> float:
 def reward_model_fit(args, backbone: Shape, resident: dict[str, float]) -> dict[str, float]:
     """All weights in fp32, one micro-batch of tokens in the graph at a time. The agents are there already,
     with nothing to remember yet."""
-    p = Precision(0, 4, args.dtype == "bfloat16")
+    p = Precision(0, 4, bool(args.autocast))
     tokens = max(args.tokens_per_micro_batch, longest_row(args))
     activations, working = backward(backbone, p, tokens, args.gradient_checkpointing)
     trained = backbone.backbone + backbone.width * (backbone.width + 2)
@@ -436,9 +436,9 @@ def knobs(args, shape: Shape, moment: str) -> Iterator[tuple[str, list]]:
     """What makes a moment smaller, the harmless first: flags and ever lower values of them."""
     if moment == "rollout" and args.sampler == "kv":
         yield "parallel_episodes", list(_halves(args.parallel_episodes, 1))
-    elif not args.gradient_checkpointing:
-        yield "gradient_checkpointing", [True]
     if moment != "rollout":
+        if not args.gradient_checkpointing:
+            yield "gradient_checkpointing", [True]
         yield "tokens_per_micro_batch", list(_halves(args.tokens_per_micro_batch, longest_row(args)))
     if args.sampler == "vllm" and moment != "warm start":
         yield "vllm_memory", [share for share in vllm_shares(args, shape) if share < args.vllm_memory][::-1]
@@ -461,17 +461,20 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
 def refusal(args, shape: Shape, backbone: Shape | None) -> str | None:
     """Why it cannot fit, and which flag to lower, in one line; None if it fits."""
     if args.sampler == "vllm" and vllm_episodes(args, shape) < 1:
-        enough = [f"give {share}" for share in vllm_shares(args, shape)]
-        why = f"{vllm_share(args) / GB:.1f} GB hold no copy of the model with the cache of an episode"
-        return f"--vllm_memory {args.vllm_memory}: {why}; {[*enough, 'take a larger GPU'][0]}"
+        share = f"--vllm_memory {args.vllm_memory}: {vllm_share(args) / GB:.1f} GB"
+        why = f"{share} hold no copy of the model with the cache of an episode; "
+        if not (enough := vllm_shares(args, shape)):
+            return why + "take a larger GPU"
+        rest = refusal(dataclasses.replace(args, vllm_memory=enough[0]), shape, backbone)
+        return f"{why}give {enough[0]}" + (f"; then {rest}" if rest else "")
     sizes = {moment: total(parts) / GB for moment, parts in moments(args, shape, backbone).items()}
     over = [f"the {name} needs {size:.1f} GB" for name, size in sizes.items() if size > args.gpu_memory_gb]
     if not over:
         return None
     changed = remedy(args, shape, backbone)
     if changed is None:
-        way = "no flag makes it fit; take a larger GPU, a smaller --model or --reward_model_backbone, or a "
-        way += "--reward_model that was fitted elsewhere"
+        way = "its memory flags cannot do it; take a larger GPU, --dtype bfloat16, a smaller --model or "
+        way += "--reward_model_backbone, or a --reward_model that was fitted elsewhere"
     else:
         words = (f"--{flag}" + ("" if value is True else f" {value}") for flag, value in changed.items())
         way = f"it fits with {' '.join(words)}"

@@ -73,14 +73,16 @@ class StepRewardModel(nn.Module):
         own_tokenizer: bool = False,
         *,
         dtype: torch.dtype = torch.float32,
+        autocast: bool | None = None,
         device: str | torch.device = "cpu",
         tokens_per_micro_batch: int = 8192,
         gradient_checkpointing: bool = False,
         seed: int = 0,
     ):
         """backbone: an HF model without its output layer. own_tokenizer: it reads `step_text`, with `chat`;
-        else `chat` is the policy's. dtype: what it computes in. tokens_per_micro_batch: padded tokens of a
-        forward pass. gradient_checkpointing: the fit recomputes layers instead of keeping what is in them."""
+        else `chat` is the policy's. dtype: of its weights once it is fitted. autocast: matrix
+        products in bf16, in the fit too; None: with a dtype other than fp32. tokens_per_micro_batch: padded
+        tokens of a forward pass. gradient_checkpointing: the fit recomputes what is inside layers."""
         super().__init__()
         width = backbone.config.get_text_config().hidden_size
         self.backbone = backbone
@@ -91,6 +93,7 @@ class StepRewardModel(nn.Module):
         nn.init.zeros_(self.head[2].weight)  # all scores start at 0
         nn.init.zeros_(self.head[2].bias)
         self.chat, self.own_tokenizer, self.dtype = chat, own_tokenizer, dtype
+        self.autocast = dtype != torch.float32 if autocast is None else autocast
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -140,7 +143,7 @@ class StepRewardModel(nn.Module):
         last_tokens = [(b, end - 1) for b, row in enumerate(batch.rows) for _, _, end in row.spans]
         rows, columns = torch.tensor(last_tokens, device=self.device).unbind(1)
         with (
-            torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast),
             recomputing(self.backbone, self.gradient_checkpointing),
         ):
             hidden = self.backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state

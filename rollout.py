@@ -331,10 +331,9 @@ class World:
             )
 
         self.sampler.reset()
-        try:
-            return self._play(answer, specs)
-        finally:
-            self.sampler.reset()  # an update needs the cache's memory
+        played = self._play(answer, specs)
+        self.sampler.reset()  # an update needs the cache's memory
+        return played
 
     def _play(
         self, answer: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]

@@ -62,9 +62,7 @@ class Sampler(Protocol):
         """Give back what it holds; it cannot be used afterwards."""
 
 
-PREFILL_TOKENS = (
-    2**14
-)  # of prompts that are read at once; what a model holds of more would outweigh the cache
+PREFILL_TOKENS = 2**14  # of prompts, read at once: what a model holds of more would outweigh the cache
 HIDDEN = -1e9  # added to the attention score of a column that must not be seen
 
 

@@ -216,7 +216,7 @@ def make_policy(args: Args, base):
 
 def about_reward_model(args: Args, base) -> dict:
     return {
-        **{"dtype": getattr(torch, args.dtype), "device": base.device},
+        **{"dtype": getattr(torch, args.dtype), "autocast": args.autocast, "device": base.device},
         **{name: getattr(args, name) for name in ("tokens_per_micro_batch", "gradient_checkpointing")},
     }
 

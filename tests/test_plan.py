@@ -208,7 +208,7 @@ def test_a_refusal_lowers_what_costs_least():
     assert refused(*seven, *without).endswith("it fits with --gradient_checkpointing")
     many = (*seven[:-1], "1024", *without)
     assert "--parallel_episodes" in refused(*many) and "--gradient_checkpointing" in refused(*many)
-    assert "no flag makes it fit" in refused(*seven, gb=12)
+    assert "its memory flags cannot do it" in refused(*seven, gb=12)
     full = refused(*seven, "--lora_rank", "0")  # 7.6e9 * (4 reference + 4 + 8 A + 4 gradients) = 152 GB
     assert "--lora_rank 64" in full
 
@@ -234,6 +234,9 @@ def test_vllm_has_its_share_and_needs_enough():
     )
     assert refused(*seven, "--vllm_memory", "0.8").endswith("it fits with --vllm_memory 0.65")
     assert refused(*seven, gb=16).endswith("of an episode; take a larger GPU")
+    both = refused(*seven, "--vllm_memory", "0.2", "--no-gradient_checkpointing")
+    assert "; give 0.25; then --gpu_memory_gb 80: the update needs " in both
+    assert both.endswith("it fits with --gradient_checkpointing")
 
 
 def test_the_tiny_model_has_a_plan(capsys):

@@ -363,6 +363,29 @@ def test_bf16_fits_in_fp32_and_ends_in_bf16():
     assert report["mse"] == report["mse"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "computed"),
+    [
+        (torch.float32, None, torch.float32),
+        (torch.float32, True, torch.bfloat16),
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.bfloat16, False, torch.float32),
+    ],
+)
+def test_a_fit_computes_as_it_is_told(dtype, autocast, computed):
+    model, seen = reward_model_of(dtype=dtype, autocast=autocast), set()
+    up = next(module for name, module in model.backbone.named_modules() if name.endswith("up_proj"))
+    hook = up.register_forward_hook(lambda *given: seen.add(given[2].dtype))
+    step_scores, model.step_scores = (
+        model.step_scores,
+        lambda episodes: hook.remove() or step_scores(episodes),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.fit(random_episodes(model.chat, 12), epochs=1)
+    assert seen == {computed}
+
+
 # --- how good a fit is
 
 
