@@ -376,10 +376,8 @@ def test_a_fit_computes_as_it_is_told(dtype, autocast, computed):
     model, seen = reward_model_of(dtype=dtype, autocast=autocast), set()
     up = next(module for name, module in model.backbone.named_modules() if name.endswith("up_proj"))
     hook = up.register_forward_hook(lambda *given: seen.add(given[2].dtype))
-    step_scores, model.step_scores = (
-        model.step_scores,
-        lambda episodes: hook.remove() or step_scores(episodes),
-    )
+    scores = model.step_scores
+    model.step_scores = lambda episodes: hook.remove() or scores(episodes)  # what comes after the fit
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.fit(random_episodes(model.chat, 12), epochs=1)
