@@ -371,9 +371,7 @@ def moments(args, shape: Shape, backbone: Shape | None, context: float = CONTEXT
         "update": {**update(args, shape, tokens, actions), **loaded, **engine},
     }
     if backbone and not args.reward_model:
-        alone = dataclasses.replace(
-            args, method="dense"
-        )  # B and all of AdamW's moments come with the first loop
+        alone = dataclasses.replace(args, method="dense")  # B and AdamW's moments come with the first loop
         before = {name: size for name, size in agents(alone, shape).items() if "optimizer" not in name}
         if args.reward_model_source == "policy":  # the engine has played its games by then
             before |= engine
