@@ -57,6 +57,19 @@ def start() -> None:
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"rank {rank} of {ranks} cannot meet the others at {meeting}: {error}") from None
     dist.init_process_group("gloo", store=_store, rank=rank, world_size=ranks, timeout=TO_ANSWER)
+    signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(*_) -> None:
+    """torchrun ends the ranks that are left, often before they notice that one is gone: that is as Ctrl-C."""
+    _stop_once()
+    raise KeyboardInterrupt
+
+
+def _stop_once() -> None:
+    """This rank is about to end: nothing shall come between it and what it has to say."""
+    if world_size() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def environment() -> tuple[int, int]:
@@ -108,8 +121,7 @@ def local_world_size() -> int:
 def report_once(text: str) -> None:
     """Print an error that other ranks may have seen too: the first to get here does, the others wait for it,
     since torchrun ends all of them as soon as one has ended."""
-    if world_size() > 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this rank is about to end
+    _stop_once()
     try:
         first = world_size() == 1 or _store.add("reported", 1) == 1
     except RuntimeError:  # the rank that kept the store has ended
@@ -129,6 +141,7 @@ def _with_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        _stop_once()
         why = f"rank {rank()} of {world_size()} has lost another rank, which ended or broke its connection"
         raise RankLost(why) from error
 
