@@ -47,7 +47,7 @@ import rspo
 from buffer import Group, ReplayBuffer, StopReason, Trajectory
 from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
 from rollout import Dialogue, World
-from sampler import EngineError
+from sampler import EngineError, KVSampler, Sampler, VLLMSampler
 
 OTHER_GAMES = "these are not the games that the run was trained on"
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
@@ -121,9 +121,7 @@ def device_of(args: Args) -> str:
     return "cuda" if args.device == "auto" else args.device
 
 
-def make_sampler(args: Args):
-    from sampler import KVSampler, VLLMSampler
-
+def make_sampler(args: Args) -> Sampler:
     if args.sampler == "vllm":
         return VLLMSampler(args.max_prompt_tokens + args.max_new_tokens, args.vllm_memory)
     return KVSampler()

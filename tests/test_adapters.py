@@ -196,7 +196,7 @@ def test_task_types_are_the_columns_of_table_1():
     assert set(AlfWorld.columns) == set(alfworld_engine.TASK_TYPES)
 
 
-def test_the_sizes_are_those_of_the_lists(few_games):
+def test_the_sizes_are_those_of_the_lists(few_games, tmp_path):
     env = AlfWorld(few_games)
     assert {split: env.size(split) for split in ("train", *env.eval_splits)} == {
         **{"train": 6, "valid_seen": 2, "valid_unseen": 1}
@@ -204,7 +204,14 @@ def test_the_sizes_are_those_of_the_lists(few_games):
     assert (env.step_limit, env.eval_splits) == (50, ("valid_seen", "valid_unseen"))
     fingerprint = env.fingerprint
     assert AlfWorld(few_games).fingerprint == fingerprint
-    env.games["valid_seen"] = env.games["valid_seen"][:1]
+    first, *others = env.games["train"]
+    other = tmp_path.joinpath(*first.parts[-4:])
+    other.parent.mkdir(parents=True)
+    for content, same in ((first.read_bytes(), True), (first.read_bytes() + b" ", False)):
+        other.write_bytes(content)
+        env.games["train"] = (other, *others)
+        assert (env.fingerprint == fingerprint) == same  # of names and sizes, wherever the folder is
+    env.games = {**AlfWorld(few_games).games, "valid_seen": env.games["valid_seen"][:1]}
     assert env.fingerprint != fingerprint
 
 

@@ -515,13 +515,14 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_ranks_with_one_message(run_of_two, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_a_scheduler_ends_all_ranks_with_one_message(run_of_two, tmp_path, sent):
     folder = tmp_path / "on"
     shutil.copytree(run_of_two, folder)
     process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
     wait_for(folder / "checkpoints" / "step_000002", process)
     both = ranks_of(process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     status, _, errors = end(process, 60)
     assert status != 0 and len(both) == 2
     for one in both:

@@ -278,6 +278,24 @@ def test_an_expert_that_crashes_costs_its_episode():
     assert all(len(episode.steps) == 3 for episode in episodes if episode not in crashed)
 
 
+def test_what_stops_a_rollout_is_not_hidden_by_a_sampler_that_cannot_be_reset_then():
+    class Engine(ToySampler):
+        busy = False
+
+        def reset(self):
+            if self.busy:
+                raise RuntimeError("requests are still running")
+
+        def sample(self, *given, **named):
+            self.busy = True
+            raise KeyboardInterrupt
+
+    world = toy_world()
+    world.sampler = Engine()
+    with pytest.raises(KeyboardInterrupt):
+        world.collect(ToyPolicy(), 1)
+
+
 def test_the_opening_is_that_of_a_game_that_can_be_played():
     class Broken(ToyEnv):
         def reset(self, split, index):
