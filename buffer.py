@@ -1,11 +1,13 @@
-"""What an episode is, how it becomes rows for the loss, and the replay buffer (RSPO Figure 2, section 4.2.1).
+"""The records of an episode and the replay buffer (RSPO Figure 2, section 4.2.1).
 
-`Step`, `Trajectory` and `Group` are the records every other file passes around. Token ids flow from the
-sampler to the loss unchanged: text is never tokenised a second time. The reward swap is nothing more than the
-choice of which reward is read, `trajectory.reward("dense")` or `trajectory.reward("outcome")`; neither
-overwrites the other.
+`Step`, `Trajectory` and `Group` are the records that every other file passes around. A trajectory holds both
+rewards: `reward("dense")` sums the scores of its steps, `reward("outcome")` is the environment's verdict.
+Neither overwrites the other, so swapping rewards means reading the other one (`rspo.swap_rewards`).
 
-Shapes: B rows, T tokens (columns) of the longest row, S steps (turns) of an episode, N episodes of a group.
+Left out: priorities that decay, importance weights of the draw, and storage on disk. The buffer is emptied
+after every loop, so it stays small.
+
+Shapes: S steps (turns) of an episode, N episodes of a group.
 """
 
 from __future__ import annotations
@@ -13,39 +15,34 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, pvariance
-
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 
 class StopReason(Enum):
     FINISHED = "finished"  # the environment ended the episode
-    STEP_LIMIT = "step limit"  # it ran out of turns: a failure
-    TOKEN_LIMIT = "token limit"  # its next prompt would not fit the model: a failure
+    STEP_LIMIT = "step limit"  # the turns ran out: a failure
+    TOKEN_LIMIT = "token limit"  # the next prompt would be too long for the model: a failure
     CRASHED = "crashed"  # the environment broke: not the policy's fault, kept out of training
 
 
 @dataclass
 class Step:
-    """One turn: the tokens shown, the tokens answered, and what they meant to the environment."""
+    """One turn: a prompt, the reply to it, and the action that the environment received."""
 
-    prompt_ids: list[int]  # every token before this action, as the policy saw it
-    action_ids: list[int]  # the sampled tokens, with the end-of-turn token if it was sampled
+    prompt_ids: list[int]  # all tokens before the reply, as the policy saw them
+    action_ids: list[int]  # the sampled tokens of the reply, with the end-of-turn token if it was sampled
     sampler_logprobs: list[float]  # one for each action token, at the sampling temperature
-    observation: str  # raw text acted on; GiGPO's anchor
-    action: str  # what was sent to the environment, "" if the reply was invalid
-    valid: bool  # the reply held one well-formed action
-    truncated: bool = False  # the reply hit the token limit before it ended
+    observation: str  # raw text of the environment; GiGPO's anchor
+    action: str  # sent to the environment; "" if the reply was invalid
+    valid: bool  # the reply contained exactly one well-formed action
+    truncated: bool = False  # the reply reached the token limit before it ended
     dense_score: float | None = None  # from the step reward model (Eq. 5)
     behavior_logprobs: list[float] | None = None  # log pi_B of the action tokens, from the trainer's pass
-    advantage: float | None = None  # A_off, computed where the group was whole
+    advantage: float | None = None  # computed inside the episode's whole group
 
 
 @dataclass
@@ -60,12 +57,16 @@ class Trajectory:
     success: bool
     stop_reason: StopReason
 
-    def step_rewards(self, which: str) -> list[float]:
-        """The reward on each of the S steps: the outcome on the last one, or every step's own dense score."""
-        if which == "outcome":
+    def step_rewards(self, reward: str) -> list[float]:
+        """Return the reward of each of the S steps.
+
+        "outcome" puts the outcome on the last step and 0 on the others; "dense" returns the dense scores.
+        Raises ValueError for another name, or if a step has no dense score yet.
+        """
+        if reward == "outcome":
             return [0.0] * (len(self.steps) - 1) + [self.outcome] if self.steps else []
-        if which != "dense":
-            raise ValueError(f"reward {which!r} is unknown: it is 'outcome' or 'dense'")
+        if reward != "dense":
+            raise ValueError(f"reward {reward!r} is unknown: it is 'outcome' or 'dense'")
         scores = [step.dense_score for step in self.steps]
         if None in scores:
             raise ValueError(
@@ -73,13 +74,13 @@ class Trajectory:
             )
         return scores
 
-    def reward(self, which: str) -> float:
-        """The episode's reward: its outcome, or the sum of its dense step scores (Eq. 6)."""
-        return sum(self.step_rewards(which))
+    def reward(self, reward: str) -> float:
+        """Return the episode's reward: its outcome, or the sum of its dense scores (Eq. 6)."""
+        return sum(self.step_rewards(reward))
 
     @property
     def usable(self) -> bool:
-        """False for an episode that leaves its group: crashed, empty, or its outcome is not a number."""
+        """True if the episode can be trained on: not crashed, at least one step, a finite outcome."""
         return self.stop_reason is not StopReason.CRASHED and bool(self.steps) and math.isfinite(self.outcome)
 
     @property
@@ -88,150 +89,48 @@ class Trajectory:
 
     @property
     def repeated_states(self) -> int:
-        """Steps whose observation already occurred earlier in this episode (Table 3)."""
+        """Count the steps whose observation already occurred earlier in this episode (Table 3)."""
         return len(self.steps) - len({step.observation for step in self.steps})
 
     def to_dict(self) -> dict:
-        """Plain data that JSON gives back unchanged; `from_dict` makes an equal trajectory of it."""
+        """Return plain data that survives JSON unchanged. `from_dict` restores an equal trajectory."""
         steps = [dict(vars(step)) for step in self.steps]
         return {**vars(self), "steps": steps, "stop_reason": self.stop_reason.value}
 
     @classmethod
     def from_dict(cls, data: dict) -> Trajectory:
+        """Restore a trajectory from the output of `to_dict`."""
         steps = [Step(**step) for step in data["steps"]]
         return cls(**{**data, "steps": steps, "stop_reason": StopReason(data["stop_reason"])})
 
 
 def endings(trajectories: list[Trajectory]) -> str:
-    """How often episodes ended in which way, in words."""
+    """Count the stop reasons in words, for example "2 x crashed, 14 x finished"."""
     counts = Counter(trajectory.stop_reason.value for trajectory in trajectories)
     return ", ".join(f"{count} x {end}" for end, count in sorted(counts.items()))
 
 
 @dataclass
 class Group:
-    """The N episodes of one task. Advantages are computed while the group is whole."""
+    """The N episodes of one task. Advantages are computed inside the whole group."""
 
     task_id: str
     trajectories: list[Trajectory]
 
-
-@dataclass
-class Row:
-    """One sequence for the loss: consecutive turns of an episode whose prompts extend each other.
-
-    `spans` holds (step index, start, end): the step's action tokens are columns start..end-1. Every tensor is
-    (T,) and describes the token at its column; off the action columns it is 0.
-    """
-
-    trajectory: Trajectory
-    input_ids: list[int]
-    spans: list[tuple[int, int, int]]
-    old_logprobs: Tensor | None = field(default=None, repr=False)
-    behavior_logprobs: Tensor | None = field(default=None, repr=False)
-    ref_logprobs: Tensor | None = field(default=None, repr=False)
-    advantages: Tensor | None = field(default=None, repr=False)
-    old_values: Tensor | None = field(default=None, repr=False)
-    returns: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def action_mask(self) -> Tensor:
-        """True on the columns of action tokens (T,)."""
-        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
-        for _, start, end in self.spans:
-            mask[start:end] = True
-        return mask
-
-    @property
-    def action_tokens(self) -> int:
-        return sum(end - start for _, start, end in self.spans)
-
-    def spread(self, per_step: list[list[float]] | list[float]) -> Tensor:
-        """A number for each step of the episode, or one per action token, put on this row's columns (T,)."""
-        assert len(per_step) == len(self.trajectory.steps), "one entry for each step of the whole episode"
-        column = torch.zeros(len(self.input_ids))
-        for index, start, end in self.spans:
-            values = per_step[index]
-            if isinstance(values, list):
-                assert len(values) == end - start, f"step {index}: {len(values)} values, {end - start} tokens"
-                values = torch.tensor(values)
-            column[start:end] = values
-        return column
-
-
-def rows_of(trajectory: Trajectory) -> list[Row]:
-    """The episode as rows: a turn joins the row before it if its prompt extends that row, else starts one.
-
-    So one code path serves both contexts: append-only chat gives one row per episode, a fresh prompt per turn
-    gives one row per turn. Nothing is cut: the action tokens of all rows are the action tokens of all steps.
-    """
-    rows: list[Row] = []
-    for index, step in enumerate(trajectory.steps):
-        start = len(step.prompt_ids)
-        if rows and step.prompt_ids[: len(rows[-1].input_ids)] == rows[-1].input_ids:
-            row = rows[-1]
-            row.input_ids = step.prompt_ids + step.action_ids
-        else:
-            row = Row(trajectory, step.prompt_ids + step.action_ids, [])
-            rows.append(row)
-        row.spans.append((index, start, start + len(step.action_ids)))
-    return rows
-
-
-@dataclass
-class Batch:
-    """Rows padded on the right to one width, all (B, T): input_ids long, attention_mask, action_mask bool."""
-
-    rows: list[Row]
-    input_ids: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-
-    def column(self, name: str) -> Tensor:
-        """The rows' tensors of that name (old_logprobs, ...), padded with 0 to (B, T), where the batch is."""
-        columns = [getattr(row, name) for row in self.rows]
-        return pad_sequence(columns, batch_first=True).to(self.input_ids.device)
-
-    def store(self, name: str, values: Tensor) -> None:
-        """Give each row its part of `values` (B, T), as a float tensor on the CPU."""
-        assert values.shape == self.input_ids.shape, f"{name} is {tuple(values.shape)}, not (B, T)"
-        for row, value in zip(self.rows, values.detach().float().cpu(), strict=True):
-            setattr(row, name, value[: len(row.input_ids)].clone())
-
-
-def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -> Batch:
-    """The rows side by side, the shorter ones filled up with `pad_id` on the right."""
-    # frombuffer because torch.tensor(list) takes five times as long
-    ids = [torch.frombuffer(array("q", row.input_ids), dtype=torch.long) for row in rows]
-    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
-    lengths = torch.tensor([len(row.input_ids) for row in rows])
-    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    action_mask = pad_sequence([row.action_mask for row in rows], batch_first=True)
-    return Batch(rows, input_ids.to(device), attention_mask.to(device), action_mask.to(device))
-
-
-def micro_batches(
-    rows: list[Row], tokens: int, pad_id: int, device: str | torch.device = "cpu"
-) -> Iterator[Batch]:
-    """All rows in batches of like length, at most `tokens` padded tokens each (a longer row goes alone)."""
-    batch: list[Row] = []  # its first row is its widest
-    for row in sorted(rows, key=lambda row: len(row.input_ids), reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0].input_ids) > tokens:
-            yield pad_rows(batch, pad_id, device)
-            batch = []
-        batch.append(row)
-    if batch:
-        yield pad_rows(batch, pad_id, device)
+    def usable(self, reward: str = "outcome") -> list[Trajectory]:
+        """Return the usable episodes whose `reward` ("outcome" or "dense") is finite."""
+        episodes = [episode for episode in self.trajectories if episode.usable]
+        return [episode for episode in episodes if math.isfinite(episode.reward(reward))]
 
 
 @dataclass
 class _Entry:
-    """What the replay buffer ranks, draws and evicts as one: an episode, or a whole group."""
+    """The unit that the replay buffer ranks and draws: one episode, or one whole group."""
 
     trajectories: list[Trajectory]
-    group: int  # serial number of the group it came from, in the order of arrival
-    score: list[float]  # what the strategy goes by, the lowest first
-    draws: int = 0
+    group: int  # serial number of the group that the episodes come from
+    score: list[float]  # rank under the strategy; the lowest is drawn first
+    draws: int = 0  # how often it was drawn
 
 
 def _outcomes(trajectories: list[Trajectory]) -> list[float]:
@@ -243,68 +142,59 @@ def _has_spread(trajectories: list[Trajectory]) -> bool:
 
 
 class ReplayBuffer:
-    """The episodes that B collected, from which the updates of A draw (D of Algorithm 1, section 4.2.1)
+    """Episodes collected by B, from which A's updates draw (D of Algorithm 1, section 4.2.1).
 
-    strategy "reward"    highest outcome first, then A_off > 0: better than the mean of its own group
-             "variance"  largest variance of the outcomes in the group it came from first
-             "random"    in any order
-    unit     "episode"   episodes are ranked one by one
-             "group"     whole groups are, "reward" by their mean outcome; one without spread is never drawn,
-                         as a group of successes alone would come first and A_off = 0 in all of it
+    Strategies, and which episodes they draw first:
+        "reward"    highest outcome, then A_off > 0 (better than the mean of the episode's own group)
+        "variance"  largest variance of the outcomes in the episode's group
+        "random"    no preference
+    Ties are the rule with outcomes of 0 and 1. They go to the episode with the fewest draws so far, then to
+    chance (seeded). Drawing does not remove an episode: while the buffer holds five successes, all k updates
+    learn from these five; once it holds many, the draw counts spread the updates over different ones.
 
-    Outcomes are 0 or 1, so ties are the rule. They go to what was drawn least often, then to the seeded
-    generator, never to the order of arrival. Drawing does not remove: of five successes every update gets all
-    five, of many each gets others. `capacity` counts episodes, whatever the unit; the last in rank go first.
+    unit "episode" ranks and draws single episodes, "group" whole groups. Groups whose outcomes are all equal
+    are then skipped: their advantages are 0.
     """
 
-    def __init__(
-        self, strategy: str = "reward", unit: str = "episode", capacity: int | None = None, seed: int = 0
-    ):
+    def __init__(self, strategy: str = "reward", unit: str = "episode", seed: int | str = 0):
         if strategy not in ("reward", "variance", "random"):
-            raise ValueError(f"strategy {strategy!r} is unknown: choose 'reward', 'variance' or 'random'")
+            raise ValueError(f"strategy {strategy!r} is unknown: it is 'reward', 'variance' or 'random'")
         if unit not in ("episode", "group"):
-            raise ValueError(f"unit {unit!r} is unknown: choose 'episode' or 'group'")
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity {capacity} holds no episode: give 1 or more, or None for no limit")
-        self.strategy, self.unit, self.capacity = strategy, unit, capacity
-        self.rejected = 0  # episodes left out as not usable, since the start
+            raise ValueError(f"unit {unit!r} is unknown: it is 'episode' or 'group'")
+        self.strategy, self.unit = strategy, unit
         self._entries: list[_Entry] = []
         self._groups_seen = 0
         self._random = random.Random(seed)
 
     def __len__(self) -> int:
+        """Count the episodes in the buffer."""
         return sum(len(entry.trajectories) for entry in self._entries)
 
     def add(self, groups: list[Group]) -> None:
-        """Takes in the usable episodes of whole groups, their advantages already on the steps."""
+        """Add the usable episodes of whole groups. Their steps already carry the advantages."""
         for group in groups:
-            usable = [trajectory for trajectory in group.trajectories if trajectory.usable]
-            self.rejected += len(group.trajectories) - len(usable)
+            usable = group.usable()
             if not usable:
                 continue
-            if self.unit == "group" and self.capacity is not None and len(usable) > self.capacity:
-                raise ValueError(f"capacity {self.capacity} is below a group of {len(usable)}: raise it")
-            for members in [[trajectory] for trajectory in usable] if self.unit == "episode" else [usable]:
+            units = [usable] if self.unit == "group" else [[episode] for episode in usable]
+            for members in units:
                 self._entries.append(_Entry(members, self._groups_seen, self._score(members, usable)))
             self._groups_seen += 1
-        if self.capacity is not None and len(self) > self.capacity:
-            self._entries = list(self._best_first())
-            while len(self) > self.capacity:
-                self._entries.pop()
 
     def _score(self, members: list[Trajectory], group: list[Trajectory]) -> list[float]:
-        """What the strategy ranks an entry by, made of floats of which the lowest come first."""
+        """Return the entry's rank under the strategy: floats, compared in order, the lowest first."""
         if self.strategy == "random":
             return []
         if self.strategy == "variance":
             return [-pvariance(_outcomes(group))]
-        if self.unit == "group":  # those without spread last: they are never drawn, so they are evicted first
-            return [float(not _has_spread(group)), -fmean(_outcomes(group))]
+        if self.unit == "group":
+            return [-fmean(_outcomes(group))]
         (episode,) = members
-        return [-episode.outcome, float(not sum(step.advantage or 0.0 for step in episode.steps) > 0)]
+        has_positive_advantage = sum(step.advantage or 0.0 for step in episode.steps) > 0
+        return [-episode.outcome, float(not has_positive_advantage)]
 
     def _best_first(self) -> Iterator[_Entry]:
-        """The entries off a heap; their serial numbers keep it from ever comparing two entries."""
+        """Yield the entries from a heap, best first. The serial number ends every comparison."""
         heap = []
         for serial, entry in enumerate(self._entries):
             draws = 0 if self.strategy == "random" else entry.draws
@@ -314,7 +204,10 @@ class ReplayBuffer:
             yield heapq.heappop(heap)[-1]
 
     def sample(self, n: int) -> list[Trajectory]:
-        """The n distinct episodes ranked first, or all there are; as whole groups, those that fit in n."""
+        """Draw the n best-ranked distinct episodes, or all if there are fewer.
+
+        With unit "group", whole groups are drawn as long as they fit into n. Raises ValueError if n < 0.
+        """
         if n < 0:
             raise ValueError(f"{n} episodes cannot be drawn: ask for 0 or more")
         drawn: list[Trajectory] = []
@@ -327,34 +220,35 @@ class ReplayBuffer:
         return drawn
 
     def keep_newest(self, groups: int) -> None:
-        """Keeps what came from the newest `groups` groups (RSPO_H: A's own latest episodes)."""
+        """Drop all episodes but those of the newest `groups` groups (RSPO_H: A's own latest episodes)."""
         if groups < 0:
             raise ValueError(f"{groups} groups cannot be kept: give 0 or more")
         newest = set(heapq.nlargest(groups, {entry.group for entry in self._entries}))
         self._entries = [entry for entry in self._entries if entry.group in newest]
 
     def clear(self) -> None:
+        """Drop all episodes."""
         self._entries = []
 
     def state_dict(self) -> dict:
-        """All that later draws depend on, episodes included, as plain data that JSON gives back unchanged."""
-        entries = [
-            {**vars(entry), "trajectories": [trajectory.to_dict() for trajectory in entry.trajectories]}
-            for entry in self._entries
-        ]
+        """Return everything that later draws depend on, episodes included, as plain data for JSON."""
+        entries = []
+        for entry in self._entries:
+            trajectories = [trajectory.to_dict() for trajectory in entry.trajectories]
+            entries.append({**vars(entry), "trajectories": trajectories})
         version, numbers, gauss = self._random.getstate()
         return {
             "entries": entries,
             "groups_seen": self._groups_seen,
-            "rejected": self.rejected,
             "random": [version, list(numbers), gauss],
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self._entries = [
-            _Entry(**{**entry, "trajectories": [Trajectory.from_dict(t) for t in entry["trajectories"]]})
-            for entry in state["entries"]
-        ]
-        self._groups_seen, self.rejected = state["groups_seen"], state["rejected"]
+        """Continue from the output of `state_dict`: the same episodes, draws and random numbers."""
+        self._entries = []
+        for entry in state["entries"]:
+            trajectories = [Trajectory.from_dict(data) for data in entry["trajectories"]]
+            self._entries.append(_Entry(**{**entry, "trajectories": trajectories}))
+        self._groups_seen = state["groups_seen"]
         version, numbers, gauss = state["random"]
         self._random.setstate((version, tuple(numbers), gauss))

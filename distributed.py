@@ -20,6 +20,7 @@ import functools
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
@@ -48,7 +49,7 @@ def start() -> None:
     Raises ValueError if the variables make no sense.
     """
     global _store
-    rank, ranks = environment()
+    rank, ranks = rank_of_environment()
     if ranks == 1:
         return
     meeting = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
@@ -72,7 +73,7 @@ def _stop_once() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def environment() -> tuple[int, int]:
+def rank_of_environment() -> tuple[int, int]:
     """(this rank, how many there are) as the environment variables say. Raises ValueError."""
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if not given.keys() & {"RANK", "WORLD_SIZE"}:
@@ -118,7 +119,7 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or world_size()) if world_size() > 1 else 1
 
 
-def report_once(text: str) -> None:
+def print_once(text: str) -> None:
     """Print an error that other ranks may have seen too: the first to get here does, the others wait for it,
     since torchrun ends all of them as soon as one has ended."""
     _stop_once()
@@ -137,7 +138,7 @@ def report_once(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _with_others() -> Iterator[None]:
+def _rank_lost_on_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -151,7 +152,7 @@ def gather(items: list) -> list:
     if world_size() == 1:
         return items
     parts: list = [None] * world_size()
-    with _with_others():
+    with _rank_lost_on_error():
         dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
 
@@ -161,7 +162,7 @@ def wait() -> None:
     gather([])
 
 
-def of_rank_0(call: Callable):
+def on_rank_0(call: Callable):
     """What `call` returns on rank 0, where alone it is called. The others wait for it."""
     return gather([call() if rank() == 0 else None])[0]
 
@@ -180,12 +181,12 @@ def shares(costs: list[float], n: int) -> list[list[int]]:
     return [sorted(share) for share in dealt]
 
 
-def mine(costs: list[float]) -> list[int]:
+def local_share(costs: list[float]) -> list[int]:
     """This rank's share: places in `costs`."""
     return shares(costs, world_size())[rank()]
 
 
-def together(call: Callable[[list], list], items: list, costs: list[float] | None = None) -> list:
+def map_over_ranks(call: Callable[[list], list], items: list, costs: list[float] | None = None) -> list:
     """call(items), one result for each: every rank calls it with its share, then all have all, in order.
 
     Shares are balanced by `costs`; without, they are runs of neighbours, equally many.
@@ -195,10 +196,31 @@ def together(call: Callable[[list], list], items: list, costs: list[float] | Non
     if costs is None:
         ends = [len(items) * i // world_size() for i in (rank(), rank() + 1)]
         return gather(call(items[slice(*ends)]))
-    places = mine(costs)
+    places = local_share(costs)
     results = call([items[place] for place in places])
     by_place = dict(gather(list(zip(places, results, strict=True))))
     return [by_place[place] for place in range(len(items))]
+
+
+class Totals:
+    """Means of metrics over a whole update: sums and counts, added over micro-batches, divided at the end."""
+
+    def __init__(self):
+        self.sums, self.counts = {}, {}
+
+    def add(self, name: str, total: float | Tensor, count: int | Tensor) -> None:
+        """Add a sum over `count` items. Tensors stay on their device, so that a GPU need not synchronise."""
+        self.sums[name] = self.sums.get(name, 0.0) + total
+        self.counts[name] = self.counts.get(name, 0) + count
+
+    def means(self) -> dict[str, float]:
+        """Average over all ranks."""
+        local = [(name, float(total), int(self.counts[name])) for name, total in self.sums.items()]
+        sums, counts = defaultdict(float), defaultdict(int)
+        for name, total, count in gather(local):
+            sums[name] += total
+            counts[name] += count
+        return {name: total / counts[name] for name, total in sums.items()}
 
 
 # --- gradients ----------------------------------------------------------------------------------------------
@@ -215,7 +237,7 @@ def sum_gradients(parameters: list[Tensor]) -> None:
         flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in bucket]
         there = bucket[0].new_tensor([p.grad is not None for p in bucket])  # summed too: who has one
         summed = torch.cat([*flat, there])
-        with _with_others():
+        with _rank_lost_on_error():
             dist.all_reduce(summed, group=_group(summed.device.type))
         *sums, there = summed.split([*(p.numel() for p in bucket), len(bucket)])
         for p, total, ranks in zip(bucket, sums, there.tolist(), strict=True):

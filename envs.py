@@ -17,22 +17,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import random
-import re
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import alfworld_engine
-import household
-import webshop
-import webshop_player
-from alfworld_player import Notebook, Walkthrough
+from games import alfworld_engine, household, webshop, webshop_player
+from games.alfworld_files import alfworld_games, alfworld_vocabulary
+from games.alfworld_player import Notebook, Walkthrough
 
 
 @dataclass(frozen=True)
@@ -90,96 +84,11 @@ class Env(Protocol):
         """A good action from the present state, for demonstrations. An environment may be without it."""
 
 
-# Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
-# first, cut by the caller, who cuts more if a prompt is too long; task, observation, admissible actions stay.
-
-HOME = "a household that is described to you in text"
-SCENES = {"household": HOME, "alfworld": HOME, "webshop": "an online shop that is described to you in text"}
-
-
-def reply_text(style: str, action: str) -> str:
-    """What a demonstration replies to take this action; `parse_action` gives the action back."""
-    if style == "short":
-        return action
-    return f"<think>I take the next step towards the goal.</think><action>{action}</action>"
-
-
-FORMAT = (
-    "Think step by step about where you are and what is still to be done, inside <think></think>. "
-    "Then choose one admissible action and give it inside <action></action>, once, after your reasoning. "
-    "That is:\n<think>your reasoning</think><action>your action</action>"
-)
 SEARCH = "search[<your query>]"  # a template: verl-agent's
-
-
-def _admissible(view: View) -> str:
-    hint = " In place of <your query> write what you search for." if SEARCH in view.admissible else ""
-    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "." + hint
-
-
-def system_message(style: str, env_name: str) -> str | None:
-    """What opens a full context; None where the style has none."""
-    if style == "short":
-        return None
-    scene = SCENES.get(env_name, f"{env_name}, a world that is described to you in text")
-    return f"You act in {scene}, one action at a time, until the task is done. {FORMAT}"
-
-
-def window_message(style: str, view: View, history: list[tuple[str, str]], turn: int) -> str:
-    """The one user message of a turn in the window context."""
-    if style == "short":
-        last = "; ".join(action for _, action in history)
-        return " | ".join([view.task, view.notes, last, view.brief or view.observation])
-    parts = [f"You act in a world that is described to you in text. Your task is to: {view.task}"]
-    if history:
-        pairs = [f"[Observation: {observation}]\n[Action: {action}]" for observation, action in history]
-        steps = "1 step" if turn == 1 else f"{turn} steps"
-        parts.append(f"You have taken {steps} so far. The last {len(history)}:\n" + "\n".join(pairs))
-    parts.append(f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}")
-    parts.append(FORMAT)
-    return "\n\n".join(parts)
-
-
-def first_message(style: str, view: View) -> str:
-    """The first user message of a full context."""
-    if style == "short":
-        return " | ".join([view.task, view.notes, view.brief or view.observation])
-    return f"Your task is to: {view.task}\n\nYou observe: {view.observation}\n{_admissible(view)}"
-
-
-def next_message(style: str, view: View, turn: int) -> str:
-    """Every later user message of a full context: what is new, and nothing that the chat already holds."""
-    if style == "short":
-        return f"{view.notes} | {view.brief or view.observation}"
-    return f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}"
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def parse_action(style: str, reply: str) -> tuple[str, bool]:
-    """(action, valid): the action lower-cased, its whitespace normalised; ("", False) for all else.
-
-    "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
-    unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
-    the whole reply. No action holds the beginning of a tag or of a template, a "<" before a letter or
-    most signs; "click[< prev]" and "search[laptop <$500]" are actions. The reasoning may be in any language,
-    and the action need not be admissible: that is the environment's to answer.
-    """
-    text = reply.lower()
-    if style != "short":
-        if text.count("<action>") != 1 or text.count("</action>") != 1:
-            return "", False
-        before, _, text = text.partition("<action>")
-        text, closed, after = text.partition("</action>")
-        still_thinking = before.rfind("<think>") > before.rfind("</think>") or "think>" in after
-        if not closed or still_thinking:
-            return "", False
-    action = _one_line(text)
-    if not action or re.search(r"<[^\s\d$€£=.+-]", action):
-        return "", False
-    return action, True
 
 
 class Household:
@@ -222,13 +131,6 @@ class Household:
             outcome=float(won),
             success=won,
         )
-
-
-ALFWORLD_WORDS = (
-    "nothing happens inventory look examine open close closed take move clean heat cool use slice sliced "
-    "from to with using pick up turn on off facing next carrying not anything this there's special about "
-    "normal hot cold don't any switch search seen holding no action | ; : , ."
-)
 
 
 class AlfWorld:
@@ -318,75 +220,6 @@ def _damage_is_a_crash(path: Path) -> Iterator[None]:
         yield
     except (ValueError, OSError, RecursionError) as error:  # the last: its grammar goes round in circles
         raise EnvironmentCrashed(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
-
-
-@functools.lru_cache
-def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
-    """The split's game files, sorted: those the official loader plays. A warning names those that are damaged
-    and left out, as far as their beginnings and ends tell. ValueError if there are none, or none is whole."""
-    folder = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
-    folder = folder if folder.name == "json_2.1.1" else folder / "json_2.1.1"
-    games = sorted((folder / split).glob("*/*/game.tw-pddl"))
-    left_out = ("movable", "Sliced")  # kinds of task that the text games do not support
-    games = [path for path in games if not any(word in path.parent.parent.name for word in left_out)]
-    if not games:
-        raise ValueError(
-            f"no ALFWorld games in {folder / split}; fetch them with `alfworld-download` (of the package "
-            "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1 with "
-            "--alfworld_data, or in $ALFWORLD_DATA"
-        )
-    solvable = {path: _solvable(path) for path in games}
-    _tell_damaged([path for path in games if solvable[path] is None], games, "they are left out")
-    return tuple(path for path in games if solvable[path])
-
-
-def _solvable(path: Path) -> bool | None:
-    """What the file says of itself, in its last lines; None where it is no whole game file."""
-    try:
-        with open(path, "rb") as file:
-            first = file.read(1)
-            file.seek(max(0, path.stat().st_size - 4096))
-            last = file.read().rstrip()
-    except OSError:
-        return None
-    return b'"solvable": false' not in last if first == b"{" and last.endswith(b"}") else None
-
-
-def _tell_damaged(damaged: list[Path], games: Sequence[Path], so: str) -> None:
-    """One warning for all; ValueError if these are all the games."""
-    if damaged:
-        names = ", ".join(map(str, damaged[:3])) + (", ..." if len(damaged) > 3 else "")
-        told = f"{len(damaged)} of {len(games)} ALFWorld game files cannot be read: {names}"
-        remedy = "`alfworld-download -f` unpacks them again"
-        if len(damaged) == len(games):
-            raise ValueError(f"{told}; {remedy}")
-        warnings.warn(f"{told}; {so}; {remedy}", stacklevel=3)
-
-
-@functools.lru_cache
-def alfworld_vocabulary(games: tuple[Path, ...]) -> tuple[str, ...]:
-    """Every word that these games and the prompts about them say; "mug 1" is one, as are all that occur.
-
-    A warning names the files that are damaged; ValueError if all are.
-    """
-    words, most, damaged = dict.fromkeys(ALFWORLD_WORDS.split()), {}, []
-    for path in games:
-        try:
-            game = json.loads(path.read_text())
-            listed = game["pddl_problem"].partition("(:objects")[2].partition("(:init")[0]
-            task = re.search(r"Your task is to: ([^\"]*)", game["grammar"])[1]
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            damaged.append(path)
-            continue
-        # Mug_bar__plus_01_..._bar_... is a thing, Sink_bar__..._bar_SinkBasin one that belongs to another
-        names = re.findall(r"([A-Za-z]+)_bar_\S*?(?:_bar_([A-Z][A-Za-z]+))?(?=\s)", listed)
-        for kind, count in Counter((part or whole).lower() for whole, part in names).items():
-            most[kind] = max(most.get(kind, 0), count)
-        words |= dict.fromkeys(task.split())
-    _tell_damaged(damaged, games, "the tiny model does not learn their words")
-    most.pop("loc", None)  # where one can stand: no text says it
-    things = [f"{kind} {number}" for kind, count in most.items() for number in range(1, count + 1)]
-    return (*words, "go to", *most, *things)
 
 
 class WebShop:

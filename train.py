@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import os
 
+from record.log import Log, how_and_where, tensorboard_listener, wandb_listener
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -32,74 +34,62 @@ import math
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-import checkpoint
 import distributed
-import plan
-import report
 import rspo
-from buffer import Group, ReplayBuffer, StopReason, Trajectory
-from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare
-from rollout import Dialogue, World
-from sampler import EngineError, KVSampler, Sampler, VLLMSampler
+from buffer import ReplayBuffer, Trajectory
+from chat import Dialogue
+from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare, refuse
+from record import checkpoint, report
+from record.recorder import Recorder, bar, conclude, play_panel, say, warn_of_crashes
+from rollout import World
+from sampler import KVSampler, Sampler
+from scale import plan
+from scale.vllm_sampler import EngineError, VLLMSampler
 
 OTHER_GAMES = "these are not the games that the run was trained on"
+
+
 Demonstrated = Callable[[int], list[Trajectory]]  # how many -> the first so many demonstrations
-
-# --- the pieces of a run ------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    """A line for people, that leaves the progress bar whole."""
-    if distributed.rank() == 0:
-        tqdm.write(text)
-
-
-def tell_crashes(episodes: list[Trajectory], what: str) -> None:
-    if crashed := sum(episode.stop_reason is StopReason.CRASHED for episode in episodes):
-        say(f"warning: in {crashed:,} of {len(episodes):,} {what} the environment crashed")
-
-
-def bar(total: int, what: str, **more) -> tqdm:
-    """A progress bar; where nobody watches, a line now and then."""
-    pause = 0.1 if sys.stderr.isatty() else 30.0
-    more |= {"dynamic_ncols": True, "mininterval": pause, "disable": distributed.rank() > 0}
-    return tqdm(total=total, desc=what, unit="update", **more)
 
 
 def give_up(text: str, status: int):
     """End with a message for people, printed once: several ranks may have seen the same error."""
-    distributed.report_once(text)
+    distributed.print_once(text)
     sys.exit(status)
 
 
 def load_start(args: Args, folder: Path | None):
     """The starting model: the run's own start/ if it was made already, else --model. Raises UsageError."""
-    from policy import load_base
+    from demo.tiny_model import tiny_base
+    from model import load_base
 
+    settings = {
+        "dtype": args.dtype,
+        "device": device_of(args),
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "autocast": args.autocast,
+    }
     start = folder / "start" if folder else None
     made = start is not None and start.is_dir()
     try:
-        base = load_base(
-            str(start.resolve()) if made else args.model,
-            vocabulary=env_maker(args)().vocabulary if args.model == "tiny" and not made else None,
-            d_model=args.tiny_width,
-            layers=args.tiny_layers,
-            heads=args.tiny_heads,
-            intermediate=2 * args.tiny_width,
-            max_length=args.max_prompt_tokens + args.max_new_tokens,
-            seed=args.seed,
-            dtype=args.dtype,
-            device=device_of(args),
-            gradient_checkpointing=args.gradient_checkpointing,
-            autocast=args.autocast,
-        )
+        if args.model == "tiny" and not made:
+            base = tiny_base(
+                env_maker(args)().vocabulary,
+                d_model=args.tiny_width,
+                layers=args.tiny_layers,
+                heads=args.tiny_heads,
+                intermediate=2 * args.tiny_width,
+                max_length=args.max_prompt_tokens + args.max_new_tokens,
+                seed=args.seed,
+                **settings,
+            )
+        else:
+            base = load_base(str(start.resolve()) if made else args.model, **settings)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if args.max_prompt_tokens + args.max_new_tokens > base.max_length:
@@ -154,7 +144,7 @@ def demonstrator(args: Args) -> str:
 
 def warm_started(args: Args, folder: Path, base, demonstrated: Demonstrated):
     """The starting model, taught to act if --warm_start asks for it; saved in start/ if it was made here."""
-    if distributed.of_rank_0((folder / "start").is_dir) or not (args.warm_start or base.changed):
+    if distributed.on_rank_0((folder / "start").is_dir) or not (args.warm_start or base.changed):
         return base
     demonstrations = []
     if args.warm_start:
@@ -164,12 +154,12 @@ def warm_started(args: Args, folder: Path, base, demonstrated: Demonstrated):
             f"supervised updates on {args.warm_start_episodes:,} games played by {demonstrator(args)}"
         )
         demonstrations = demonstrated(args.warm_start_episodes)
-    distributed.of_rank_0(lambda: make_start(args, folder, base, demonstrations))
+    distributed.on_rank_0(lambda: make_start(args, folder, base, demonstrations))
     return load_start(args, folder)  # as a resumed run will
 
 
 def make_start(args: Args, folder: Path, base, demonstrations: list[Trajectory]) -> None:
-    from policy import warm_start
+    from demo.warm_start import warm_start
 
     if demonstrations:
         solved = sum(episode.success for episode in demonstrations) / len(demonstrations)
@@ -242,7 +232,7 @@ def reward_model_of(args: Args, folder: Path, base, policy, world: World, demons
     from reward_model import StepRewardModel
 
     made = folder / "reward_model"
-    if not args.reward_model and not distributed.of_rank_0(made.is_dir):
+    if not args.reward_model and not distributed.on_rank_0(made.is_dir):
         count = f"step reward model: fitted on {args.reward_model_episodes:,} games played by"
         if args.reward_model_source == "expert":
             say(f"{count} {demonstrator(args)}")
@@ -250,8 +240,8 @@ def reward_model_of(args: Args, folder: Path, base, policy, world: World, demons
         else:
             say(f"{count} the starting policy")
             episodes = world.practice(policy, args.reward_model_episodes, args.warm_start_games)
-            tell_crashes(episodes, "games")
-        distributed.of_rank_0(lambda: make_reward_model(args, made, base, episodes, model))
+            warn_of_crashes(episodes, "games")
+        distributed.on_rank_0(lambda: make_reward_model(args, made, base, episodes, model))
     if not args.reward_model:
         try:
             model = StepRewardModel.load(made, base.chat, **about_reward_model(args, base))  # as when resumed
@@ -291,114 +281,6 @@ def fit_reward_model(args: Args, model, episodes: list[Trajectory]) -> None:
         say(f"warning: {warning.message}")
 
 
-class Recorder:
-    """Between rspo.train and what it calls: times, logs and shows it, evaluates A, saves checkpoints.
-
-    Ranks other than 0 have no log, and write nothing.
-    """
-
-    def __init__(
-        self,
-        args: Args,
-        folder: Path,
-        policy,
-        world: World,
-        dense_reward,
-        log: report.Log | None,
-        started: float,
-    ):
-        self.args, self.folder, self.policy, self.world = args, folder, policy, world
-        self.dense_reward, self.log, self.started = dense_reward, log, started
-        self.bar: tqdm | None = None
-        self.phases: dict[str, float] = defaultdict(float)
-        self.groups: list[Group] = []
-        self.told: set[tuple] = set()  # (agent, loop) that have a transcript
-
-    def timed(self, phase: str, call: Callable):
-        started = time.perf_counter()
-        result = call()
-        self.phases[f"seconds_{phase}"] += time.perf_counter() - started
-        return result
-
-    def collect(self, agent, tasks: int) -> list[Group]:
-        self.groups = self.timed("rollout", lambda: self.world.collect(agent, tasks))
-        return self.groups
-
-    def score(self, groups: list[Group], **noise) -> None:
-        self.timed("score", lambda: self.dense_reward.score(groups, **noise))
-
-    def write(self, agent: str, update: int, loop: int, values: dict) -> dict:
-        line = {"agent": agent, "update": update, "loop": loop}
-        if agent == "explorer":
-            line["explorer_update"] = len(self.log.of("explorer")) + 1
-        line |= {"environment_episodes": self.world.episodes, "environment_turns": self.world.turns}
-        line |= {**values, **self.phases, "seconds_elapsed": time.perf_counter() - self.started}
-        self.phases.clear()
-        self.log.write(line)
-        return line
-
-    def log_update(self, agent: str, metrics: dict, step: int) -> None:
-        """rspo.train's `log`."""
-        if self.log is None:
-            return
-        loop = (step - (agent == "policy")) // self.args.k + 1
-        line = self.write(agent, step, loop, metrics)
-        if (agent, loop) not in self.told:
-            self.told.add((agent, loop))
-            episodes = [member for group in self.groups for member in group.trajectories]
-            self.transcribe(report.telling(episodes), agent, step)
-        if left_out := line.get("left_out_episodes"):
-            crashed = line["crashed_episodes"]
-            say(f"update {step}: {left_out} episodes of {agent} were left out, {crashed} of them crashed")
-        if agent == "policy":
-            if self.args.off_policy_episodes and not line["replayed_episodes"]:
-                say(f"update {step}: the replay buffer is empty, so alpha is 0 for this update")
-            self.show(line)
-
-    def show(self, line: dict) -> None:
-        dense = [past["dense_reward"] for past in self.log.lines if "dense_reward" in past]
-        shown = {"success": line["success"], "reward": dense[-1] if dense else line["outcome"]}
-        shown |= {"KL": line.get("kl_on", 0.0), "clip": line["clip_fraction_on"]}
-        self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
-        self.bar.update()
-
-    def transcribe(self, episodes: list[Trajectory], agent: str, step: int) -> None:
-        for episode in episodes:
-            self.log.write_transcript(
-                report.transcript(episode, self.policy.chat.decode, update=step, agent=agent)
-            )
-
-    def evaluate(self, step: int) -> None:
-        """Play the panel of every split and log it."""
-        for split in self.args.eval_splits:
-            call = functools.partial(play_panel, self.args, self.world, self.policy, split)
-            played, panel = self.timed("eval", call)
-            if self.log is None:
-                continue
-            by_type = {episode.task_type: episode for episode in reversed(played)}
-            self.transcribe(list(by_type.values()), "evaluation", step)
-            line = self.write("evaluation", step, step // self.args.k, panel)
-            say(f"update {step}: solves {line['success']:.1%} of {line['games']} games of {split}")
-
-    def end_loop(self, step: int, replay: ReplayBuffer) -> None:
-        """rspo.train's `end_loop`."""
-        if step // self.args.eval_every > (step - self.args.k) // self.args.eval_every:
-            self.evaluate(step)
-        distributed.check_alike(self.policy.parameters)
-        if self.log is None:
-            return
-        state = {
-            "step": step,
-            "world": self.world.state_dict(),
-            "games": self.world.pool.env.fingerprint,
-            "replay": replay.state_dict(),
-            "sizes": self.log.sizes(),
-            "seconds": time.perf_counter() - self.started,
-        }
-        saved = checkpoint.Checkpoint(self.policy.state_dicts(), state)
-        checkpoint.write(self.folder, step, saved, self.args.keep_checkpoints)
-
-
 def folder_of(args: Args) -> Path:
     """The run folder, made if it is not there. Raises UsageError."""
     if args.out:
@@ -419,16 +301,13 @@ def describe(args: Args, folder: Path, argv: list[str]) -> None:
     """Write run.json, to which every resumption adds a part, and config.json."""
     path = folder / "run.json"
     facts = json.loads(path.read_text()) if path.exists() else {}
-    now = report.how_and_where(argv, args.threads) | {"ranks": distributed.world_size()}
+    now = how_and_where(argv, args.threads) | {"ranks": distributed.world_size()}
     if facts:
         facts.setdefault("resumed", []).append(now)
     else:
         facts = now
     checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
     checkpoint.write_text(folder / "config.json", config_text(args))
-
-
-# --- a run --------------------------------------------------------------------------------------------------
 
 
 def run(args: Args, newest: Path | None, argv: list[str]) -> None:
@@ -440,7 +319,7 @@ def run(args: Args, newest: Path | None, argv: list[str]) -> None:
     if saved and other_games(args, base, saved):
         raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
     scorer = named_reward_model(args, base) if args.uses_dense_reward else None
-    folder = distributed.of_rank_0(lambda: folder_of(args))
+    folder = distributed.on_rank_0(lambda: folder_of(args))
     ranks = distributed.world_size()
     start = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
     go_on = f"{start} train.py --resume --out {folder}"
@@ -483,13 +362,13 @@ def set_up(args: Args) -> None:
     torch.manual_seed(args.seed)  # whatever is random has a seed of its own; this is for what we overlook
 
 
-def start_log(folder: Path, state: dict) -> report.Log:
+def start_log(folder: Path, state: dict) -> Log:
     """The log as it was at the checkpoint of that state; what came later is removed. Raises UsageError."""
     for later in checkpoint.listed(folder):
-        if checkpoint.step_of(later) > state.get("step", math.inf):
+        if checkpoint.updates_of(later) > state.get("step", math.inf):
             checkpoint.remove(later)
     try:
-        return report.Log(folder, state.get("sizes"))
+        return Log(folder, state.get("sizes"))
     except ValueError as error:
         raise UsageError(f"--out {folder}: {error}; put the file back, or start a new run") from None
 
@@ -503,11 +382,13 @@ def train_in(folder: Path, args: Args, saved, base, scorer, started: float) -> N
 
     world = make_world(args, base.chat, args.seed)
 
+    from demo.warm_start import demonstrations
+
     @functools.cache  # the step reward model may be fitted on those of the warm start
     def demonstrated(count: int) -> list[Trajectory]:
         shares = (args.expert_share, args.hesitation_share)
-        episodes = world.demonstrations(count, *shares, args.warm_start_games)
-        tell_crashes(episodes, "demonstrations")
+        episodes = demonstrations(world, count, *shares, args.warm_start_games)
+        warn_of_crashes(episodes, "demonstrations")
         return episodes
 
     base = warm_started(args, folder, base, demonstrated)
@@ -522,18 +403,18 @@ def train_in(folder: Path, args: Args, saved, base, scorer, started: float) -> N
         world.load_state_dict(state["world"])
         replay.load_state_dict(state["replay"])
     if log and args.tensorboard:
-        log.listeners.append(report.tensorboard(folder, log.lines))
+        log.listeners.append(tensorboard_listener(folder, log.lines))
     if log and args.wandb_project:
-        log.listeners.append(report.wandb(args.wandb_project, folder, dataclasses.asdict(args)))
+        log.listeners.append(wandb_listener(args.wandb_project, folder, dataclasses.asdict(args)))
 
     record = Recorder(args, folder, policy, world, dense_reward, log, started)
     done = state.get("step", 0)
     if not saved:
         record.evaluate(0)
-    with bar(args.total_steps, "updates of A", initial=done) as record.bar:
+    with bar(args.total_updates, "updates of A", initial=done) as record.bar:
         rspo.train(policy, record, record, args, record.log_update, record.end_loop, done, replay)
-    if distributed.of_rank_0(lambda: log.of("evaluation")[-1]["update"] != args.total_steps):
-        record.evaluate(args.total_steps)
+    if distributed.on_rank_0(lambda: log.of("evaluation")[-1]["update"] != args.total_updates):
+        record.evaluate(args.total_updates)
     world.close()
     if log:
         checkpoint.write_folder(folder / "policy", policy.save)
@@ -541,51 +422,13 @@ def train_in(folder: Path, args: Args, saved, base, scorer, started: float) -> N
         log.close()
 
 
-def play_panel(args: Args, world: World, policy, split: str) -> tuple[list[Trajectory], dict]:
-    """A split's fixed panel, and what is reported of it."""
-    played = world.evaluate(
-        policy, split, min(args.eval_games, world.pool.env.size(split)), args.eval_temperature
-    )
-    tell_crashes(played, f"games of {split}")
-    about = {"split": split, "temperature": args.eval_temperature}
-    return played, {**about, **report.panel(played, world.task_types)}
-
-
-def conclude(args: Args, folder: Path, log: report.Log, seconds: float) -> None:
-    """summary.json, curves.png, and a table of start and end for each split."""
-    panels = report.start_and_end(log.lines)
-    end = log.of("evaluation")[-1]
-    summary = {
-        "splits": {split: report.progress(*both) for split, both in panels.items()},
-        "seconds": seconds,
-        "eval_temperature": args.eval_temperature,
-        "updates": args.total_steps,
-        "explorer_updates": len(log.of("explorer")),
-        "episodes": end["environment_episodes"],
-        "turns": end["environment_turns"],
-        "method": args.method,
-        "algo": args.algo,
-        "seed": args.seed,
-        "env": args.env,
-        "model": args.model,
-    }
-    checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    title = report.title_of(vars(args))
-    report.draw_curves(log.lines, folder / "curves.png", title)
-    for split, (start, end) in panels.items():
-        games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"
-        say(f"\nsuccess in % on {games}: {title}")
-        say(report.panel_table({"start": start, "end": end}))
-    say(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all of it: {folder}")
-
-
 def evaluate_only(args: Args, newest: Path | None) -> None:
     """Play the panels with a run's newest policy, or with --model as it is; the tables, and eval.json."""
     set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
-    folder = distributed.of_rank_0(lambda: folder_of(args))
+    folder = distributed.on_rank_0(lambda: folder_of(args))
     if base.changed and args.sampler == "vllm":  # merged from an adapter; vLLM loads it from a folder
-        distributed.of_rank_0(lambda: checkpoint.write_folder(folder / "start", base.save))
+        distributed.on_rank_0(lambda: checkpoint.write_folder(folder / "start", base.save))
         base = load_start(args, folder)
     policy = make_policy(args, base)
     if newest:
@@ -612,7 +455,27 @@ def join() -> None:
         raise UsageError(str(error)) from None
 
 
-def flags_of(argv: list[str]) -> tuple[Args, Path | None]:
+def checkpoint_of(args: Args) -> Path | None:
+    """Return the checkpoint that the run resumes from or evaluates, if any. Raises UsageError."""
+    if not args.out or args.plan:
+        return None
+    try:
+        if not (args.resume or args.eval_only):
+            checkpoint.check_new_folder(Path(args.out))
+            return None
+        path = checkpoint.choose(Path(args.out), args.resume_from)
+    except ValueError as error:
+        raise UsageError(f"--out {args.out}: {error}") from None
+    if args.eval_only and path is None:
+        raise UsageError(
+            f"--eval_only --out {args.out}: has no checkpoint yet; train it first, with --resume"
+        )
+    if args.resume and path and args.total_updates < (done := checkpoint.updates_of(path)):
+        refuse(args, "total_updates", f"{path.name} has had {done} updates; give {done} or more")
+    return path
+
+
+def flags_of(argv: list[str]) -> Args:
     """`prepare` on every rank; the help, and what is said of misspelled flags, is printed by rank 0 alone."""
     if distributed.rank() == 0:
         return prepare(argv)
@@ -636,7 +499,7 @@ def show_plan(args: Args) -> None:
             raise UsageError(f"--{flag} {model}: {error}") from None
 
     if args.model == "tiny":
-        from policy import tiny_tokenizer
+        from demo.tiny_model import tiny_tokenizer
 
         words, heads = len(tiny_tokenizer(env_maker(args)().vocabulary)), args.tiny_heads
         model = plan.qwen(args.tiny_width, 2 * args.tiny_width, args.tiny_layers, heads, heads, words)
@@ -659,7 +522,8 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     try:
         join()
-        args, newest = flags_of(argv)
+        args = flags_of(argv)
+        newest = checkpoint_of(args)
         distributed.wait()  # nobody makes a folder while others still look whether it is there
         if args.plan:
             show_plan(args)

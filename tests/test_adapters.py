@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import alfworld_engine
+import pytest
+import webshop
+
 import envs
 import flags
-import webshop
 from envs import AlfWorld, Corpus, EnvironmentCrashed, WebShop, parse_action, reply_text, window_message
 from rollout import Dialogue, World
 

@@ -23,12 +23,12 @@ from toy import CountingScorer, ToyPolicy, toy_world
 import distributed
 import rspo
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
-from distributed import RankLost, check_alike, gather, of_rank_0, rank, shares, sum_gradients, together
+from distributed import RankLost, check_alike, gather, on_rank_0, rank, shares, sum_gradients, together
 from rspo import Config
 
 ROOT = Path(__file__).parent.parent
 SMALL = Config(
-    **{"total_steps": 2, "k": 1, "tasks_per_step": 4, "group_size": 4, "off_policy_fraction": 0.25},
+    **{"total_updates": 2, "k": 1, "tasks_per_update": 4, "group_size": 4, "off_policy_fraction": 0.25},
     **{"buffer_tasks": 3, "kl_coef": 0.1, "entropy_coef": 0.01, "minibatch_turns": 10_000},
 )
 
@@ -183,7 +183,7 @@ def exchanges(episodes):
     found = {
         "sums": [None if p.grad is None else p.grad.tolist() for p in parameters],
         "gathered": gather([f"rank {rank()}"] * rank()),
-        "of rank 0": of_rank_0(lambda: f"said by {rank()}"),
+        "of rank 0": on_rank_0(lambda: f"said by {rank()}"),
         "in order": together(lambda items: [10 * item for item in items], [5, 1, 9, 3, 3], [5, 1, 9, 3, 3]),
         "runs": together(lambda items: [(item, rank()) for item in items], [0, 1, 2, 3]),
         "too few": together(lambda items: list(items), ["one"], [7]),
@@ -205,9 +205,9 @@ def loss(folder):
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(RankLost) as caught:
-        of_rank_0(lambda: distributed.wait())
+        on_rank_0(lambda: distributed.wait())
     with open(folder / f"said {rank()}", "w") as sys.stderr:
-        distributed.report_once(str(caught.value))
+        distributed.print_once(str(caught.value))
     return str(caught.value), time.monotonic() - started
 
 
@@ -416,7 +416,7 @@ def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
 # --- whole runs under torchrun ------------------------------------------------------------------------------
 
 TINY = {
-    **{"k": 1, "tasks_per_step": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
+    **{"k": 1, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
     **{"eval_games": 6, "eval_every": 50, "max_turns": 5, "max_prompt_tokens": 128, "minibatch_turns": 32},
     **{"tiny_width": 16, "tiny_layers": 1, "tiny_heads": 2, "learning_rate": 0.001},
     **{"warm_start": 40, "warm_start_episodes": 60, "warm_start_turns": 32, "warm_start_lr": 0.01},
@@ -465,7 +465,7 @@ def wait_for(path, process):
 @pytest.fixture(scope="module")
 def run_of_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "two"
-    status, said, errors = end(begin(TORCHRUN, total_steps=1, out=folder, **TINY))
+    status, said, errors = end(begin(TORCHRUN, total_updates=1, out=folder, **TINY))
     assert status == 0, errors
     assert said.count("run folder:") == said.count("warm start: done") == 1
     return folder
@@ -473,7 +473,9 @@ def run_of_two(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_of_two_ranks_is_the_run_of_one(run_of_two, tmp_path):
-    status, _, errors = end(begin([sys.executable, "train.py"], total_steps=1, out=tmp_path / "one", **TINY))
+    status, _, errors = end(
+        begin([sys.executable, "train.py"], total_updates=1, out=tmp_path / "one", **TINY)
+    )
     assert status == 0, errors
     for name in ("start/model.safetensors", "reward_model/model.safetensors"):
         assert (run_of_two / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
@@ -494,11 +496,11 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(
     folder = tmp_path / "on"
     shutil.copytree(run_of_two, folder)
     alone = [sys.executable, "train.py", "--resume", f"--out={folder}"]
-    status, _, errors = end(begin(alone, total_steps=2))
+    status, _, errors = end(begin(alone, total_updates=2))
     assert status == 0, errors
     assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # what came after the checkpoint is cut off
-    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
-    wait_for(folder / "checkpoints" / "step_000004", process)
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_updates=1000)
+    wait_for(folder / "checkpoints" / "update_000004", process)
     ranks = ranks_of(process)
     os.kill(ranks.pop(number), signal.SIGKILL)
     killed = time.monotonic()
@@ -519,8 +521,8 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(
 def test_ctrl_c_or_a_scheduler_ends_all_ranks_with_one_message(run_of_two, tmp_path, sent):
     folder = tmp_path / "on"
     shutil.copytree(run_of_two, folder)
-    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_steps=1000)
-    wait_for(folder / "checkpoints" / "step_000002", process)
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_updates=1000)
+    wait_for(folder / "checkpoints" / "update_000002", process)
     both = ranks_of(process)
     process.send_signal(sent)
     status, _, errors = end(process, 60)

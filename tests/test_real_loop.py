@@ -24,7 +24,7 @@ from sampler import KVSampler
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 
 CONFIG = rspo.Config(
-    **{"total_steps": 2, "k": 1, "tasks_per_step": 4, "group_size": 4, "off_policy_fraction": 0.25},
+    **{"total_updates": 2, "k": 1, "tasks_per_update": 4, "group_size": 4, "off_policy_fraction": 0.25},
     **{"buffer_tasks": 2, "minibatch_turns": 10**6, "kl_coef": 0.1, "entropy_coef": 0.01},
 )
 KINDS = [(context, rank) for context in ("window", "full") for rank in (0, 8)]

@@ -12,7 +12,7 @@ import rspo
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
 from rspo import Config
 
-SMALL = dict(total_steps=4, k=2, tasks_per_step=4, group_size=4, off_policy_fraction=0.25, buffer_tasks=3)
+SMALL = dict(total_updates=4, k=2, tasks_per_update=4, group_size=4, off_policy_fraction=0.25, buffer_tasks=3)
 
 
 def run(policy=None, scorer=None, context="window", world=None, start=0, **options):
@@ -51,7 +51,7 @@ def test_every_method_runs_with_every_algorithm_in_both_contexts(method, algo, c
 
 def test_the_toy_is_solved_from_outcomes_and_by_the_swap_although_the_dense_reward_pulls_the_other_way():
     for method, wins in (("outcome", True), ("rspo", True), ("dense", False)):
-        _, _, lines = run(method=method, total_steps=30, k=3, tasks_per_step=8, off_policy_fraction=0.125)
+        _, _, lines = run(method=method, total_updates=30, k=3, tasks_per_update=8, off_policy_fraction=0.125)
         last = [metrics["success"] for agent, metrics, _ in lines if agent == "policy"][-5:]
         assert (sum(last) / 5 > 0.9) == wins, (method, last)
 
@@ -252,7 +252,7 @@ def test_the_buffer_holds_exactly_what_b_played_last_each_with_its_own_numbers()
             assert given == [[0, 0, 0, 0], pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-3), [0, 0, 0, 0]]
 
     world.collect = deal
-    config = Config(**{**SMALL, "total_steps": 2, "invalid_penalty": 0.0})
+    config = Config(**{**SMALL, "total_updates": 2, "invalid_penalty": 0.0})
     rspo.train(ToyPolicy(), world, CountingScorer(), config, log, replay=replay)
     assert [member.outcome for member in held] == [1.0] * 5 + [0.0] * 7 and held[0].steps[0].advantage > 0
     for one in (one for member in held for one in member.steps):
@@ -402,7 +402,7 @@ def test_later_minibatches_do_clip():
 def test_an_empty_buffer_means_alpha_zero():
     with_none, metrics = gradient(ONE_STEP, off=False)
     assert metrics["alpha"] == 0.0 and metrics["replayed_episodes"] == 0
-    plain, _ = gradient(ONE_STEP, off=False, off_policy_fraction=0.0, tasks_per_step=3)
+    plain, _ = gradient(ONE_STEP, off=False, off_policy_fraction=0.0, tasks_per_update=3)
     assert torch.equal(with_none, plain)  # all weight on the on-policy mean
 
 
@@ -505,7 +505,9 @@ def test_methods_that_explore_empty_the_buffer():
 
 
 def test_the_paper_s_counts():
-    paper = dict(tasks_per_step=16, group_size=8, off_policy_fraction=1 / 8, buffer_tasks=28, total_steps=150)
+    paper = dict(
+        tasks_per_update=16, group_size=8, off_policy_fraction=1 / 8, buffer_tasks=28, total_updates=150
+    )
     config = Config(**paper)
     assert (config.on_policy_tasks, config.off_policy_episodes, config.buffer_groups) == (14, 16, 28)
     # PPO keeps the episode counts, each episode its own task: 112 + 16 replayed, buffer 224
@@ -522,12 +524,12 @@ def test_the_paper_s_counts():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(off_policy_fraction=0.2), "--off_policy_fraction 0.2 of --tasks_per_step 8 is 1.6 tasks"),
+        (dict(off_policy_fraction=0.2), "--off_policy_fraction 0.2 of --tasks_per_update 8 is 1.6 tasks"),
         (dict(off_policy_fraction=0.95), "for example with --off_policy_fraction 0.875"),
-        (dict(off_policy_fraction=0.5, tasks_per_step=1), "for example with --off_policy_fraction 0"),
+        (dict(off_policy_fraction=0.5, tasks_per_update=1), "for example with --off_policy_fraction 0"),
         (dict(off_policy_fraction=1.0), "--off_policy_fraction 1.0: must lie in"),
         (dict(k=0), "--k 0: must be above 0"),
-        (dict(total_steps=100), "--total_steps 100: must be a multiple of --k 3, for example 99 or 102"),
+        (dict(total_updates=100), "--total_updates 100: must be a multiple of --k 3, for example 99 or 102"),
         (dict(group_size=1), "--group_size 1 with --algo grpo"),
         (dict(algo="ppo", replay_strategy="variance"), "--replay_strategy variance with --algo ppo"),
         (dict(algo="ppo", replay_unit="group"), "--replay_unit group with --algo ppo"),

@@ -13,7 +13,7 @@ import train
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZES = {
-    **{"total_steps": 1, "k": 1, "tasks_per_step": 2, "group_size": 2, "off_policy_fraction": 0.5},
+    **{"total_updates": 1, "k": 1, "tasks_per_update": 2, "group_size": 2, "off_policy_fraction": 0.5},
     **{"buffer_tasks": 1, "context": "full", "max_turns": 2, "eval_games": 1},
     **{"max_prompt_tokens": 2048, "max_new_tokens": 24},
     **{"reward_model_source": "policy", "reward_model_episodes": 2, "reward_model_epochs": 1},

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-
 import alfworld_engine
 import checkpoint
-import flags
+import pytest
 import report
+import torch
+
+import flags
 import train
 from envs import Household, env_class, make_env
 from flags import Args, UsageError
@@ -39,7 +39,7 @@ def refused(*argv):
     ("argv", "flag", "remedy"),
     [
         ("--k 0", "--k 0", "above 0"),
-        ("--k 7", "--total_steps", "multiple of --k 7, for example"),
+        ("--k 7", "--total_updates", "multiple of --k 7, for example"),
         ("--group_size 1", "--group_size 1 with --algo grpo", "2 or more"),
         ("--off_policy_fraction 0.1", "--off_policy_fraction 0.1", "--off_policy_fraction 0.125"),
         ("--off_policy_fraction 1", "--off_policy_fraction 1.0", "1)"),
@@ -84,7 +84,7 @@ def refused(*argv):
         ("--resume --out tests", "--out tests", "start a run without --resume"),
         ("--resume --eval_only --out tests", "--eval_only with --resume", "leave one out"),
         ("--resume --out tests --config x.json", "--config x.json with --resume", "leave it out"),
-        ("--resume_from step_000003", "--resume_from step_000003", "goes with --resume"),
+        ("--resume_from update_000003", "--resume_from update_000003", "goes with --resume"),
         ("--config pyproject.toml", "--config pyproject.toml", "give another"),
         ("--eval_only", "--eval_only", "give a run with --out, or a --model"),
         ("--eval_only --out tests", "--out tests", "holds no run"),
@@ -165,7 +165,7 @@ def test_help_begins_with_the_symbol_of_the_paper(capsys):
     for flag, symbol in {
         "--k INT": "k:",
         "--group_size INT": "N:",
-        "--tasks_per_step INT": "B:",
+        "--tasks_per_update INT": "B:",
         "--off_policy_fraction FLOAT": "alpha:",
         "--clip_eps FLOAT": "epsilon:",
         "--kl_coef FLOAT": "beta:",
@@ -241,7 +241,7 @@ PAPER = {  # the values of both environments
     **{"model": "Qwen/Qwen2.5-1.5B-Instruct", "reward_model_backbone": "meta-llama/Llama-3.2-3B-Instruct"},
     **{"lora_rank": 64, "lora_alpha": 64, "learning_rate": 3e-6, "critic_learning_rate": 1e-5},
     **{"weight_decay": 0.01, "max_grad_norm": 1.0, "epochs": 1, "entropy_coef": 0.001, "warm_start": 0},
-    **{"total_steps": 150, "k": 3, "tasks_per_step": 16, "group_size": 8, "buffer_tasks": 28},
+    **{"total_updates": 150, "k": 3, "tasks_per_update": 16, "group_size": 8, "buffer_tasks": 28},
     **{"off_policy_fraction": 0.125, "off_policy_episodes": 16, "on_policy_tasks": 14},
     **{"clip_eps": 0.2, "kl_coef": 0.01, "reward_scale": 10, "invalid_penalty": 0.1, "value_clip": 0.5},
     **{"gigpo_gamma": 0.95, "gigpo_omega": 1, "gamma": 1, "gae_lambda": 1, "method": "rspo"},
@@ -398,7 +398,7 @@ def test_start_and_end_are_each_splits_own():
 # --- runs of the tiny model ---------------------------------------------------------------------------------
 
 MINUTE = {
-    **{"k": 1, "tasks_per_step": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
+    **{"k": 1, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
     **{"eval_games": 6, "eval_every": 2, "max_turns": 5, "threads": 1, "max_prompt_tokens": 128},
     **{"tiny_width": 16, "tiny_layers": 1, "tiny_heads": 2, "learning_rate": 0.01},
 }
@@ -422,7 +422,7 @@ def no_picture(monkeypatch):
 def first_run(tmp_path_factory):
     """Two loops with everything: warm start, reward model, curves. Others begin with its start/."""
     folder = tmp_path_factory.mktemp("runs") / "first"
-    train.main(argv(folder, total_steps=2, **PREPARE) + ["--tensorboard"])
+    train.main(argv(folder, total_updates=2, **PREPARE) + ["--tensorboard"])
     return folder
 
 
@@ -515,7 +515,7 @@ def test_an_adapter_loads_with_peft_and_weighs_little(first_run, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    train.main(argv(tmp_path / "run", total_steps=1, **on(first_run, method="outcome", lora_rank=2)))
+    train.main(argv(tmp_path / "run", total_updates=1, **on(first_run, method="outcome", lora_rank=2)))
     start = AutoModelForCausalLM.from_pretrained(first_run / "start")
     model = PeftModel.from_pretrained(start, tmp_path / "run" / "policy")
     saved = checkpoint.read(checkpoint.listed(tmp_path / "run")[-1]).tensors["policy"]
@@ -534,9 +534,9 @@ def test_an_adapter_loads_with_peft_and_weighs_little(first_run, tmp_path):
 )
 def test_four_loops_are_two_loops_a_resumption_and_two_more(first_run, tmp_path, options):
     options = on(first_run, **options)
-    train.main(argv(tmp_path / "straight", total_steps=4, **options))
-    train.main(argv(tmp_path / "parts", total_steps=2, **options))
-    train.main(["--resume", "--total_steps=4", f"--out={tmp_path / 'parts'}"])
+    train.main(argv(tmp_path / "straight", total_updates=4, **options))
+    train.main(argv(tmp_path / "parts", total_updates=2, **options))
+    train.main(["--resume", "--total_updates=4", f"--out={tmp_path / 'parts'}"])
     assert_same_story(tmp_path / "parts", tmp_path / "straight")
 
 
@@ -544,7 +544,7 @@ def test_what_was_prepared_before_the_kill_is_not_made_again(first_run, tmp_path
     import policy
     import reward_model
 
-    train.main(argv(tmp_path, total_steps=1, **PREPARE))
+    train.main(argv(tmp_path, total_updates=1, **PREPARE))
     straight = story(tmp_path)
     for path in checkpoint.listed(tmp_path):
         checkpoint.remove(path)
@@ -557,7 +557,7 @@ def test_what_was_prepared_before_the_kill_is_not_made_again(first_run, tmp_path
 
 
 def test_the_warm_start_is_said_plainly(tmp_path, capsys):
-    train.main(argv(tmp_path, total_steps=1, method="outcome", **PREPARE))
+    train.main(argv(tmp_path, total_updates=1, method="outcome", **PREPARE))
     said = capsys.readouterr().out
     assert (
         "the tiny model cannot act yet, so it first has 40 supervised updates on 60 games played by" in said
@@ -567,7 +567,7 @@ def test_the_warm_start_is_said_plainly(tmp_path, capsys):
 
 
 def test_an_empty_replay_buffer_is_said(first_run, tmp_path, capsys):
-    train.main(argv(tmp_path, total_steps=1, **on(first_run, method="rspo_h")))
+    train.main(argv(tmp_path, total_updates=1, **on(first_run, method="rspo_h")))
     assert "update 1: the replay buffer is empty, so alpha is 0 for this update" in capsys.readouterr().out
     line = next(line for line in report.read_lines(tmp_path / "metrics.jsonl") if line["agent"] == "policy")
     assert (line["alpha"], line["replayed_episodes"]) == (0.0, 0)
@@ -577,7 +577,7 @@ def test_eval_only_plays_the_panel_of_a_run_and_of_a_model(first_run, tmp_path, 
     train.main(["--eval_only", f"--out={first_run}"])
     found = json.loads((first_run / "eval.json").read_text())
     panels = [line for line in report.read_lines(first_run / "metrics.jsonl") if "by_type" in line]
-    assert (found["policy"], *_panel(found["panels"]["eval"])) == ("step_000002", *_panel(panels[-1]))
+    assert (found["policy"], *_panel(found["panels"]["eval"])) == ("update_000002", *_panel(panels[-1]))
     assert len(report.read_lines(first_run / "metrics.jsonl")) == 8  # nothing was added
     (first_run / "eval.json").unlink()
     monkeypatch.chdir(tmp_path)
@@ -605,7 +605,7 @@ def test_each_split_has_its_panel_in_the_log_the_summary_and_the_tables(
 ):
     monkeypatch.setattr(flags, "make_env", lambda name: TwoSplits())
     splits = ["--eval_splits", "hard", "eval"]
-    train.main(argv(tmp_path, total_steps=1, **on(first_run, method="outcome")) + splits)
+    train.main(argv(tmp_path, total_updates=1, **on(first_run, method="outcome")) + splits)
     panels = [line for line in report.read_lines(tmp_path / "metrics.jsonl") if line["agent"] == "evaluation"]
     told = [(panel["split"], panel["update"], panel["games"]) for panel in panels]
     assert told == [("hard", 0, 4), ("eval", 0, 6), ("hard", 1, 4), ("eval", 1, 6)]
@@ -626,7 +626,7 @@ def test_each_split_has_its_panel_in_the_log_the_summary_and_the_tables(
     train.main(["--eval_only", f"--out={tmp_path}", "--eval_splits", "eval"])
     found = json.loads((tmp_path / "eval.json").read_text())["panels"]
     assert list(found) == ["eval"] and found["eval"]["success"] == panels[3]["success"]
-    assert refused("--resume", f"--out={tmp_path}", "--total_steps=2", "--eval_splits", "eval").startswith(
+    assert refused("--resume", f"--out={tmp_path}", "--total_updates=2", "--eval_splits", "eval").startswith(
         f"--eval_splits ('eval',): the run in {tmp_path} has ('hard', 'eval')"
     )
 
@@ -634,7 +634,7 @@ def test_each_split_has_its_panel_in_the_log_the_summary_and_the_tables(
     capsys.readouterr()
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(SystemExit):
-        train.main(["--resume", f"--out={tmp_path}", "--total_steps=2"])
+        train.main(["--resume", f"--out={tmp_path}", "--total_updates=2"])
     assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert capsys.readouterr().err == (
         "error: --env household: these are not the games that the run was trained on; give the data that the "
@@ -713,7 +713,7 @@ def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
 def test_a_run_that_diverges_says_so(first_run, tmp_path, capsys):
     options = on(first_run, method="outcome", learning_rate=1e30, minibatch_turns=4)
     with pytest.raises(SystemExit) as exit:
-        train.main(argv(tmp_path / "run", total_steps=2, **options))
+        train.main(argv(tmp_path / "run", total_updates=2, **options))
     assert exit.value.code == 1
     assert (
         "error: the gradient of agent 'policy' has norm nan: lower its learning rate"
@@ -725,7 +725,7 @@ def test_a_run_that_diverges_says_so(first_run, tmp_path, capsys):
 def test_a_run_killed_with_sigkill_ends_as_a_straight_one(tmp_path):
     command = [sys.executable, "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = {"total_steps": 6, **PREPARE}
+    options = {"total_updates": 6, **PREPARE}
 
     def go(flags, seconds=None):
         process = subprocess.Popen(

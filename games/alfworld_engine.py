@@ -42,7 +42,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from alfworld_translation import Sentences, translate
+from games.alfworld_translation import Sentences, translate
 
 TASK_TYPES = (
     "pick_and_place",

@@ -12,11 +12,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from pool import Pool
 from tally import Late, Tally, here_only
 
 from buffer import StopReason
 from envs import Household, make_env
-from pool import Pool
 from rollout import Dialogue, World
 from sampler import Sample
 

@@ -239,7 +239,7 @@ def test_torch_keeps_its_threads(policy, sampler):
 
 SIZES = {
     **{"sampler": "vllm", "lora_rank": 8, "tiny_heads": 2, "learning_rate": 1e-2},
-    **{"total_steps": 2, "k": 1, "tasks_per_step": 4, "group_size": 4, "off_policy_fraction": 0.25},
+    **{"total_updates": 2, "k": 1, "tasks_per_update": 4, "group_size": 4, "off_policy_fraction": 0.25},
     **{"buffer_tasks": 2, "warm_start": 60, "warm_start_episodes": 60, "warm_start_turns": 64},
     **{"reward_model_episodes": 40, "reward_model_epochs": 1, "max_turns": 8, "eval_games": 8},
 }
@@ -259,7 +259,7 @@ def test_rspo_loops_on_household_with_vllm_and_go_on_after_a_stop(tmp_path):
     lines = run(tmp_path / "run", *flags)
     agents = [line["agent"] for line in lines]
     assert agents == ["evaluation", *["explorer", "buffer", "policy"] * 2, "evaluation"]
-    lines = run(tmp_path / "run", "--resume", "--total_steps", "3")
+    lines = run(tmp_path / "run", "--resume", "--total_updates", "3")
     assert [line["agent"] for line in lines[-4:]] == ["explorer", "buffer", "policy", "evaluation"]
     updates = [line for line in lines if line["agent"] in ("explorer", "policy")]
     assert len(updates) == 6
@@ -272,8 +272,8 @@ def test_rspo_loops_on_household_with_vllm_and_go_on_after_a_stop(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_with_an_engine_each_play_what_one_plays(tmp_path):
     flags = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    one = run(tmp_path / "one", *flags, "--total_steps=1")
-    two = run(tmp_path / "two", *flags, "--total_steps=1", ranks=2)
+    one = run(tmp_path / "one", *flags, "--total_updates=1")
+    two = run(tmp_path / "two", *flags, "--total_updates=1", ranks=2)
     assert len(one) == len(two) == 5
     for alone, shared in zip(one, two, strict=True):
         assert alone.keys() == shared.keys()

@@ -13,9 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import alfworld_engine
-import webshop
-from bench_goals import Goal, apart, conclude, cpu_seconds
+from bench.goals import Goal, apart, conclude, cpu_seconds
+from games import alfworld_engine, webshop
 
 # --- ALFWorld: the engine beside the stock one --------------------------------------------------------------
 

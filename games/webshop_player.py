@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from webshop import PAGE_SIZE, Page, Product
+from games.webshop import PAGE_SIZE, Page, Product
 
 SMALL_WORDS = {"with", "for", "and", "in", "of", "&"}
 OPTION_NAME = r"(?: with|, and) (?:(?! with )[a-z &/.])+: "  # as in "shoes with color: red, and size: 9"

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import policy
+from model import chunk_of
 from sampler import PREFILL_TOKENS
 
 GB = 10**9
@@ -234,7 +234,7 @@ def backward(shape: Shape, p: Precision, tokens: int, checkpointing: bool) -> tu
 def log_probs(shape: Shape, p: Precision, actions: int) -> float:
     """Hidden states of the action tokens and their gradient, blocks of logits, gradients of the output layer
     if it is trained: each chunk's beside the sum of those before."""
-    chunk = min(actions, policy.chunk_of(shape.vocab))
+    chunk = min(actions, chunk_of(shape.vocab))
     blocks = BLOCKS * 4 * chunk * shape.vocab
     trained = 0 if p.rank else (2 * 4 + (2 if p.autocast else 0)) * shape.vocab * shape.width
     return 2 * p.stored * actions * shape.width + blocks + trained
@@ -390,7 +390,7 @@ def loop(args) -> dict[str, int]:
     replayed = args.k * args.off_policy_episodes
     turns = played * args.max_turns
     return {
-        "loops": args.total_steps // args.k,
+        "loops": args.total_updates // args.k,
         "updates": updates,
         "episodes": played,
         "replayed episodes": replayed,

@@ -14,12 +14,13 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-import flags
 import plan
+from plan import KNOWN, Precision
+
+import flags
 import policy as policy_module
 import train
 from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
-from plan import KNOWN, Precision
 from policy import Base, Policy
 
 torch.set_num_threads(1)
@@ -306,7 +307,7 @@ def measured(rank, checkpointing, settings):
 @pytest.mark.parametrize("rank, checkpointing", [(0, False), (64, True)])
 def test_the_plan_is_within_15_percent_of_the_peak(rank, checkpointing):
     # Two optimizer steps of two micro-batches: the second has moments and gradients beside its activations
-    settings = {"method": "outcome", "tasks_per_step": 2, "group_size": 2, "minibatch_turns": 4}
+    settings = {"method": "outcome", "tasks_per_update": 2, "group_size": 2, "minibatch_turns": 4}
     settings |= {"kl_coef": 0.0, "tokens_per_micro_batch": ROWS * (PROMPT + REPLY)}
     args = flags.Args(
         **settings, lora_rank=rank, dtype="float32", autocast=False, gradient_checkpointing=checkpointing

@@ -22,10 +22,12 @@ from pathlib import Path
 import torch
 
 import rspo
-from bench_goals import Goal, apart, conclude, cpu_seconds
-from bench_trl import even_tokens
+from bench.goals import Goal, apart, conclude, cpu_seconds
+from bench.trl import even_tokens
 from buffer import Group, Step, StopReason, Trajectory
-from policy import Policy, chunk_of, load_base, token_logprobs
+from demo.tiny_model import tiny_base
+from model import chunk_of, token_logprobs
+from policy import Policy
 from sampler import KVSampler
 
 SYSTEM, OBSERVATION, ACTION = 60, 150, 15  # tokens of an ALFWorld episode's parts, the latter two each turn
@@ -35,7 +37,7 @@ WORDS = tuple("".join(letters) for letters in itertools.product("bcdfghjklm", "a
 def random_policy(layers: int = 4, width: int = 256, **settings) -> Policy:
     """600 words and five control tokens."""
     sizes = {"layers": layers, "d_model": width, "intermediate": 4 * width, "max_length": 8192}
-    return Policy(load_base("tiny", vocabulary=WORDS, **sizes), learning_rate=1e-6, **settings)
+    return Policy(tiny_base(WORDS, **sizes), learning_rate=1e-6, **settings)
 
 
 def compared(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

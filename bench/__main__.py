@@ -12,11 +12,11 @@ import os
 import sys
 from pathlib import Path
 
-from bench_environments import bench_alfworld, bench_webshop
+from bench.environments import bench_alfworld, bench_webshop
 
 
 def bench_core(args: argparse.Namespace) -> int:
-    import bench_core  # here, since torch would count in the memory of the others
+    from bench import core as bench_core
 
     return bench_core.bench_core(args)
 

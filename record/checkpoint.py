@@ -1,6 +1,6 @@
 """Checkpoints: all that is needed to continue a run exactly. Being killed at any moment costs at most a loop.
 
-A checkpoint is a folder `step_000012` (A's updates so far): safetensors files of the trainable weights and
+A checkpoint is a folder `update_000012` (A's updates so far): safetensors files of the trainable weights and
 their AdamW state, never the frozen base; `state.json` with the counters, the replay buffer and the lengths of
 the logs; and `manifest.json` with the sha256 of every other file. It is written under another name, flushed
 to the disk, then renamed: what bears the final name is whole. Reading checks every sum first, and no file can
@@ -24,7 +24,11 @@ from pathlib import Path
 from torch import Tensor
 
 ASIDE = ".unfinished-"  # what is still being written has this before its name
+
+
 MANIFEST = "manifest.json"
+
+
 LOCK = ".lock"
 
 
@@ -94,23 +98,25 @@ def lock(folder: Path):
     return file
 
 
-def step_of(path: Path) -> int:
+def updates_of(path: Path) -> int:
     """A's updates so far, from a checkpoint's name."""
-    return int(path.name.removeprefix("step_"))
+    return int(path.name.removeprefix("update_"))
 
 
 def listed(folder: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
-    named = [path for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit()]
-    return sorted(named, key=step_of)
+    named = [
+        path for path in folder.glob("checkpoints/update_*") if path.name.removeprefix("update_").isdigit()
+    ]
+    return sorted(named, key=updates_of)
 
 
-def write(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
+def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path:
     """Write it as the run's newest and remove all but the newest `keep`. OSError if the disk is full."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path = folder / "checkpoints" / f"step_{step:06d}"
+    path = folder / "checkpoints" / f"update_{updates:06d}"
     path.parent.mkdir(exist_ok=True)
     needed = sum(t.numel() * t.element_size() for part in checkpoint.tensors.values() for t in part.values())
     if shutil.disk_usage(path.parent).free < 1.1 * needed:
@@ -125,7 +131,7 @@ def write(folder: Path, step: int, checkpoint: Checkpoint, keep: int) -> Path:
                 raise OSError(errno.ENOSPC, str(error), str(path)) from error
         (aside / "state.json").write_text(json.dumps(checkpoint.state))
         sums = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
-        (aside / MANIFEST).write_text(json.dumps({"step": step, "sha256": sums}, indent=2))
+        (aside / MANIFEST).write_text(json.dumps({"updates": updates, "sha256": sums}, indent=2))
 
     write_folder(path, fill)
     for old in listed(folder)[:-keep]:
@@ -176,3 +182,41 @@ def _sha256(file: Path) -> str:
         while block := handle.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raise ValueError unless the folder is absent or empty.
+
+    Files that an earlier start left before it wrote config.json do not count.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError("is a file; give a folder")
+    if (folder / "config.json").exists():
+        raise ValueError("already holds a run; add --resume to continue it, or give another folder")
+    leftovers = (ASIDE, LOCK, "run.json")
+    if any(not path.name.startswith(leftovers) for path in folder.iterdir()):
+        raise ValueError("is not empty; give a new folder")
+
+
+def choose(folder: Path, name: str | None = None) -> Path | None:
+    """Return the run's checkpoint of that name (default: the newest), or None if the run has none yet.
+
+    Raises ValueError if there is none of that name, or if it is damaged.
+    """
+    paths = listed(folder)
+    chosen = paths[-1] if paths else None
+    if name:
+        chosen = next((path for path in paths if path.name == name), None)
+        if chosen is None:
+            names = ", ".join(path.name for path in paths) or "none"
+            raise ValueError(f"has no checkpoint {name}; there are: {names}")
+    fault = chosen and damage(chosen)
+    if not fault:
+        return chosen
+    whole = [path.name for path in paths[: paths.index(chosen)] if not damage(path)]
+    remedy = "no whole one is left before it: start a new run"
+    if whole:
+        remedy = f"--resume --resume_from {whole[-1]} continues from the one before it"
+    raise ValueError(f"{fault}; {remedy}")

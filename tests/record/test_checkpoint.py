@@ -8,17 +8,17 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import checkpoint
 import pytest
+import report
 import torch
 from toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 
-import checkpoint
 import flags
-import report
 import train
 
 SMALL = {
-    **{"k": 2, "tasks_per_step": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
+    **{"k": 2, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
     **{"warm_start": 0, "eval_games": 4, "eval_every": 4, "threads": 1},
 }
 FLAGS = [f"--{name}={value}" for name, value in SMALL.items()]
@@ -70,11 +70,11 @@ def toy_pieces(monkeypatch):
 
 
 def start(folder, steps, *more):
-    train.main([*FLAGS, "--total_steps", str(steps), "--out", str(folder), *more])
+    train.main([*FLAGS, "--total_updates", str(steps), "--out", str(folder), *more])
 
 
 def resume(folder, steps, *more):
-    train.main(["--resume", "--out", str(folder), "--total_steps", str(steps), *more])
+    train.main(["--resume", "--out", str(folder), "--total_updates", str(steps), *more])
 
 
 def story(folder):
@@ -104,7 +104,7 @@ def test_four_loops_are_two_loops_a_resumption_and_two_more(tmp_path, options):
     assert story(tmp_path / "parts") == story(tmp_path / "straight")
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("parts", "straight")]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
-    assert json.loads((tmp_path / "parts/config.json").read_text())["total_steps"] == 8
+    assert json.loads((tmp_path / "parts/config.json").read_text())["total_updates"] == 8
 
 
 class Killed(BaseException):
@@ -195,9 +195,9 @@ def test_every_moment_of_one_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch
 def test_the_newest_checkpoints_are_kept_and_none_holds_a_pickle(tmp_path):
     start(tmp_path, 8, "--keep_checkpoints", "3", "--algo", "ppo")
     assert [path.name for path in checkpoint.listed(tmp_path)] == [
-        "step_000004",
-        "step_000006",
-        "step_000008",
+        "update_000004",
+        "update_000006",
+        "update_000008",
     ]
     files = sorted(path.name for path in checkpoint.listed(tmp_path)[-1].iterdir())
     models = ["critic.safetensors", "explorer_critic.safetensors", "policy.safetensors"]
@@ -223,13 +223,13 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_offered(t
     start(tmp_path, 6)
     straight = story(tmp_path)
     if name == "manifest.json":
-        (tmp_path / "checkpoints/step_000006" / name).write_text("{")
+        (tmp_path / "checkpoints/update_000006" / name).write_text("{")
     else:
-        flip_a_byte(tmp_path / "checkpoints/step_000006" / name)
+        flip_a_byte(tmp_path / "checkpoints/update_000006" / name)
     message = refused("--resume", "--out", str(tmp_path))
-    assert "step_000006 is damaged" in message and name in message
-    assert message.endswith("--resume --resume_from step_000004 continues from the one before it")
-    resume(tmp_path, 6, "--resume_from", "step_000004")
+    assert "update_000006 is damaged" in message and name in message
+    assert message.endswith("--resume --resume_from update_000004 continues from the one before it")
+    resume(tmp_path, 6, "--resume_from", "update_000004")
     assert story(tmp_path) == straight
 
 
@@ -238,7 +238,7 @@ def test_with_no_whole_checkpoint_left_the_remedy_is_a_new_run(tmp_path):
     for path in checkpoint.listed(tmp_path):
         (path / "policy.safetensors").unlink()
     assert refused("--resume", "--out", str(tmp_path)).endswith(
-        "checkpoint step_000004 is damaged (policy.safetensors is missing); "
+        "checkpoint update_000004 is damaged (policy.safetensors is missing); "
         "no whole one is left before it: start a new run"
     )
 
@@ -250,12 +250,12 @@ def test_a_resumed_run_may_become_longer_and_not_another(tmp_path):
         f"--group_size 4: the run in {tmp_path} has 2; leave it out"
     )
     assert refused(*here, "--learning_rate", "0.1").startswith("--learning_rate 0.1: the run in")
-    assert refused(*here, "--total_steps", "2") == (
-        "--total_steps 2: step_000004 has had 4 updates; give 4 or more"
+    assert refused(*here, "--total_updates", "2") == (
+        "--total_updates 2: update_000004 has had 4 updates; give 4 or more"
     )
-    assert "there are: step_000002, step_000004" in refused(*here, "--resume_from", "step_000003")
-    args, newest = flags.prepare([*here, "--total_steps", "6", "--threads", "2", "--group_size", "2"])
-    assert (args.total_steps, args.threads, newest.name) == (6, 2, "step_000004")
+    assert "there are: update_000002, update_000004" in refused(*here, "--resume_from", "update_000003")
+    args, newest = flags.prepare([*here, "--total_updates", "6", "--threads", "2", "--group_size", "2"])
+    assert (args.total_updates, args.threads, newest.name) == (6, 2, "update_000004")
 
 
 def test_a_log_that_lost_lines_is_not_continued(tmp_path, capsys):

@@ -33,9 +33,12 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from envs import Env, EnvironmentCrashed, View
 
+ROOT = str(Path(__file__).parent.parent)
+START = f"import sys; sys.path[:0] = [{ROOT!r}]; from scale.pool import main; main()"
 START_SECONDS = 900.0  # for a worker to build its first environment, which may read much
 GRACE_SECONDS = 1.0  # for a worker to end by itself once its socket is closed
 ALIVE_SECONDS = 0.1  # a worker that is busy for longer says so, after each of its slots
@@ -89,7 +92,7 @@ class _Worker:
         self.answers = self.socket.makefile("rb")
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, "-c", START, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # engines print; the caller's standard output is the caller's
@@ -323,14 +326,10 @@ def _end_with(parent: socket.socket) -> None:
     os._exit(1)
 
 
-def _main() -> None:
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = socket.socket(fileno=int(sys.argv[1]))
     parent.set_inheritable(False)
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, or done
         _serve(parent)
-
-
-if __name__ == "__main__":
-    _main()

@@ -41,26 +41,26 @@ from unittest import mock
 import torch
 
 import flags
-import plan
 import rspo
 import train
-from buffer import rows_of
+from batch import rows_of
+from demo.tiny_model import tiny_tokenizer
 from envs import make_env
-from plan import GB
-from policy import tiny_tokenizer
 from reward_model import StepRewardModel
 from sampler import KVSampler
+from scale import plan
+from scale.plan import GB
 
 TESTED = ("losses", "buffer", "policy", "sampler", "rspo", "reward_model", "plan")
 SHAPES = {"cuda": plan.KNOWN["Qwen/Qwen2.5-1.5B-Instruct"], "cpu": plan.qwen(64, 224, 2, 4, 2, vocab=512)}
 LOOP = {  # flags of the loop: every batch and cache about as full as the plan supposes
-    **{"env": "household", "total_steps": 1, "k": 1, "max_turns": 3, "eval_games": 64, "buffer_tasks": 8},
+    **{"env": "household", "total_updates": 1, "k": 1, "max_turns": 3, "eval_games": 64, "buffer_tasks": 8},
     **{"parallel_episodes": 64, "max_prompt_tokens": 192, "max_new_tokens": 128, "learning_rate": 1e-5},
     **{"tokens_per_micro_batch": 16384, "reward_model_episodes": 72, "lora_rank": 64, "dtype": "bfloat16"},
     **{"autocast": True, "reward_noise": 0.1},  # noise: or all of B's advantages were 0
 }
 DRY = {  # what is smaller in a dry run
-    **{"max_turns": 2, "tasks_per_step": 2, "group_size": 4, "off_policy_fraction": 0.5, "buffer_tasks": 2},
+    **{"max_turns": 2, "tasks_per_update": 2, "group_size": 4, "off_policy_fraction": 0.5, "buffer_tasks": 2},
     **{"parallel_episodes": 8, "max_new_tokens": 16, "tokens_per_micro_batch": 2048, "eval_games": 4},
     **{"reward_model_episodes": 24, "lora_rank": 8, "threads": 1},
 }

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 import webshop
 from webshop import Page, Product
 from webshop_player import advice, brief, haste, query, wanted

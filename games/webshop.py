@@ -29,7 +29,7 @@ from pathlib import Path
 from sys import intern
 from typing import NamedTuple
 
-import webshop_search
+from games import webshop_search
 
 HITS, PAGE_SIZE = 50, 10  # products found by a search, shown on one page
 NO_LIMIT = 1_000_000  # the price limit of a goal that names none

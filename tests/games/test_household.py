@@ -9,11 +9,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 import household
-from envs import Household, first_message, make_env, next_message, parse_action, window_message
+import pytest
 from household import NOTHING, STEP_LIMIT, TASK_TYPES, Game, Room, make_game
+
+from envs import Household, first_message, make_env, next_message, parse_action, window_message
 
 
 def room_for(task_type, thing, target, **contents):

@@ -10,9 +10,8 @@ import warnings
 import zlib
 from pathlib import Path
 
-import pytest
-
 import alfworld_engine
+import pytest
 from alfworld_engine import Game, _Table, clear_cache, forget, task_type
 from alfworld_translation import _expression, _packed
 

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers")
 import bench_core
 from bench_goals import Goal, conclude
+
 from buffer import rows_of
 from policy import Policy, load_base
 

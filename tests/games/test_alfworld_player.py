@@ -4,8 +4,8 @@ in the real games."""
 import random
 
 import pytest
-
 from alfworld_player import NOTHING, Notebook, Walkthrough
+
 from envs import AlfWorld
 
 BASICS = ["help", "inventory", "look"]

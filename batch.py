@@ -1,0 +1,209 @@
+"""Episodes as rows of tokens for the loss, and rows as padded batches.
+
+`rows_of` turns an episode into rows; one code path serves both contexts. A row carries the columns that the
+loss reads. Every column describes the token at its own position; only `model.token_logprobs` shifts.
+`take` and `put` convert between columns and one number per action token. Token ids reach the loss as the
+sampler returned them: text is never tokenised a second time.
+
+Left out: packing several episodes into one row (packed rows attend across episodes unless a 4-D mask is
+given), and padding on the left.
+
+Shapes: B rows, T tokens (columns) of the longest row, S steps of an episode, N action tokens of some rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import distributed
+from buffer import Trajectory
+
+
+@dataclass
+class Row:
+    """One sequence for the loss: consecutive turns of an episode, each prompt an extension of the last turn.
+
+    `spans` holds (step index, start, end): the action tokens of that step are columns start to end - 1.
+    The tensors are columns (T,), 0 where the token is not an action token.
+    """
+
+    trajectory: Trajectory
+    input_ids: list[int]
+    spans: list[tuple[int, int, int]]
+    old_logprobs: Tensor | None = field(default=None, repr=False)
+    behavior_logprobs: Tensor | None = field(default=None, repr=False)
+    ref_logprobs: Tensor | None = field(default=None, repr=False)
+    advantages: Tensor | None = field(default=None, repr=False)
+    old_values: Tensor | None = field(default=None, repr=False)
+    returns: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def action_mask(self) -> Tensor:
+        """Return (T,) bool, True at action tokens."""
+        mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
+        for _, start, end in self.spans:
+            mask[start:end] = True
+        return mask
+
+    @property
+    def action_tokens(self) -> int:
+        """Count the action tokens."""
+        return sum(end - start for _, start, end in self.spans)
+
+    def column_of(self, name: str) -> Tensor | None:
+        """Build a column (T,) from an attribute of the row's steps; None if a step has no value yet.
+
+        A number per step fills all of the step's action tokens; a list holds one number per action token.
+        """
+        column = torch.zeros(len(self.input_ids))
+        for index, start, end in self.spans:
+            value = getattr(self.trajectory.steps[index], name)
+            if value is None:
+                return None
+            if isinstance(value, list):
+                if len(value) != end - start:
+                    raise ValueError(f"step {index} has {len(value)} {name} for {end - start} action tokens")
+                value = torch.tensor(value)
+            column[start:end] = value
+        return column
+
+
+def rows_of(trajectory: Trajectory) -> list[Row]:
+    """Split an episode into rows: a turn extends the current row if its prompt does, else it starts a row.
+
+    Let P be prompt tokens and a action tokens of three turns. A chat that only grows gives one row, a fresh
+    prompt per turn gives a row per turn (^ marks the action mask):
+
+        turn 1: prompt P1 P2               reply a1 a2        full context, one row:
+        turn 2: prompt P1 P2 a1 a2 P3      reply a3               P1 P2 a1 a2 P3 a3
+                                                                        ^  ^     ^
+        turn 1: prompt P1 P2               reply a1 a2        window context, two rows:
+        turn 2: prompt P4 P5 P6            reply a3               P1 P2 a1 a2     P4 P5 P6 a3
+                                                                        ^  ^               ^
+
+    Nothing is cut: the rows together hold every action token of every step exactly once. The rows carry the
+    steps' advantages and behavior log-probs where these are set.
+    """
+    rows: list[Row] = []
+    for index, step in enumerate(trajectory.steps):
+        start = len(step.prompt_ids)
+        end = start + len(step.action_ids)
+        if rows and step.prompt_ids[: len(rows[-1].input_ids)] == rows[-1].input_ids:
+            row = rows[-1]
+        else:
+            row = Row(trajectory, [], [])
+            rows.append(row)
+        row.input_ids = step.prompt_ids + step.action_ids
+        row.spans.append((index, start, end))
+    for row in rows:
+        row.advantages = row.column_of("advantage")
+        row.behavior_logprobs = row.column_of("behavior_logprobs")
+    return rows
+
+
+def take(rows: list[Row], name: str) -> Tensor:
+    """Concatenate a column's values at the action tokens of all rows (N,)."""
+    return torch.cat([getattr(row, name)[row.action_mask] for row in rows])
+
+
+def put(rows: list[Row], name: str, values: Tensor) -> None:
+    """Set a column of each row from one value per action token (N,), as `take` returns them."""
+    counts = [row.action_tokens for row in rows]
+    for row, part in zip(rows, values.split(counts), strict=True):
+        column = torch.zeros(len(row.input_ids))
+        column[row.action_mask] = part
+        setattr(row, name, column)
+
+
+def gather_columns(rows: list[Row], places: list[int], names: list[str]) -> None:
+    """Gather the named columns over ranks. This rank has set those of `rows[i]` for i in `places`.
+
+    Every rank calls this with equal rows and names, and with its own places. A column that no rank has set
+    stays None.
+    """
+    if distributed.world_size() == 1:
+        return
+    computed = []
+    for i in places:
+        for name in names:
+            if getattr(rows[i], name) is not None:
+                computed.append((i, name, take([rows[i]], name).tolist()))
+    for i, name, values in distributed.gather(computed):
+        put([rows[i]], name, torch.tensor(values))
+
+
+def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row]]:
+    """Shuffle the rows and cut them into minibatches of about equally many turns.
+
+    No part is empty if there are at least as many rows as parts.
+    """
+    rows = rng.sample(rows, len(rows))
+    ends = list(itertools.accumulate(len(row.spans) for row in rows))  # turns up to and with each row
+    middles = [end - len(row.spans) / 2 for end, row in zip(ends, rows, strict=True)]
+    cuts = [0]
+    for part in range(1, parts):
+        cut = bisect.bisect(middles, ends[-1] * part / parts) if rows else 0
+        if len(rows) >= parts:
+            cut = max(cut, cuts[-1] + 1)
+            cut = min(cut, len(rows) - (parts - part))
+        cuts.append(cut)
+    cuts.append(len(rows))
+    return [rows[start:end] for start, end in itertools.pairwise(cuts)]
+
+
+@dataclass
+class Batch:
+    """Rows padded on the right to one width. All tensors are (B, T): input_ids long, the masks bool."""
+
+    rows: list[Row]
+    input_ids: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+
+    def column(self, name: str) -> Tensor:
+        """Return the rows' column of that name, padded with 0 to (B, T), on the batch's device."""
+        columns = [getattr(row, name) for row in self.rows]
+        return pad_sequence(columns, batch_first=True).to(self.input_ids.device)
+
+    def store(self, name: str, values: Tensor) -> None:
+        """Set a column of each row from `values` (B, T), as a float tensor on the CPU."""
+        assert values.shape == self.input_ids.shape, f"{name} is {tuple(values.shape)}, not (B, T)"
+        for row, value in zip(self.rows, values.detach().float().cpu(), strict=True):
+            setattr(row, name, value[: len(row.input_ids)].clone())
+
+
+def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -> Batch:
+    """Build a batch: fill shorter rows up with `pad_id` on the right."""
+    # torch.frombuffer, because torch.tensor(list) takes five times as long
+    ids = [torch.frombuffer(array("q", row.input_ids), dtype=torch.long) for row in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+    action_mask = pad_sequence([row.action_mask for row in rows], batch_first=True)
+    return Batch(rows, input_ids.to(device), attention_mask.to(device), action_mask.to(device))
+
+
+def micro_batches(
+    rows: list[Row], tokens: int, pad_id: int, device: str | torch.device = "cpu"
+) -> Iterator[Batch]:
+    """Yield all rows in batches of similar length, longest first.
+
+    A batch has at most `tokens` tokens, padding included; a longer row is a batch of its own.
+    """
+    batch: list[Row] = []  # the first row is the longest
+    for row in sorted(rows, key=lambda row: len(row.input_ids), reverse=True):
+        if batch and (len(batch) + 1) * len(batch[0].input_ids) > tokens:
+            yield pad_rows(batch, pad_id, device)
+            batch = []
+        batch.append(row)
+    if batch:
+        yield pad_rows(batch, pad_id, device)

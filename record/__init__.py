@@ -1,0 +1,1 @@
+"""What a run writes and reads back: metrics, logs, checkpoints, tables and curves."""

@@ -1,0 +1,1 @@
+"""What a run needs beyond one process and one device: environment workers, vLLM, a memory plan."""
