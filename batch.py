@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-import distributed
 from buffer import Trajectory
+from scale import distributed
 
 
 @dataclass

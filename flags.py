@@ -20,9 +20,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-import distributed
 import rspo
 from envs import Corpus, Env, env_class, make_env
+from scale import distributed
 
 
 class UsageError(Exception):

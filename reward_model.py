@@ -33,11 +33,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-import distributed
 from batch import Batch, Row, micro_batches, rows_of
 from buffer import Group, Trajectory
 from chat import Chat
 from model import Base, cast, load_base, recompute_layers, recomputing, rise_and_fall
+from scale import distributed
 
 CHANCE_AUC = 0.6  # a fit with less has learned too little
 

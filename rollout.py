@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import distributed
 from buffer import Group, Step, StopReason, Trajectory
 from chat import (
     NO_ACTION,
@@ -28,6 +27,7 @@ from chat import (
 )
 from envs import Env, View
 from sampler import Sample, Sampler
+from scale import distributed
 from scale.pool import Pool
 
 

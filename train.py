@@ -39,7 +39,6 @@ from pathlib import Path
 
 import torch
 
-import distributed
 import rspo
 from buffer import ReplayBuffer, Trajectory
 from chat import Dialogue
@@ -48,7 +47,7 @@ from record import checkpoint, report
 from record.recorder import Recorder, bar, conclude, play_panel, say, warn_of_crashes
 from rollout import World
 from sampler import KVSampler, Sampler
-from scale import plan
+from scale import distributed, plan
 from scale.vllm_sampler import EngineError, VLLMSampler
 
 OTHER_GAMES = "these are not the games that the run was trained on"

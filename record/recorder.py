@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import distributed
 from buffer import Group, ReplayBuffer, StopReason, Trajectory
 from flags import Args
 from record import checkpoint, report
 from record.log import Log
 from record.metrics import episode_metrics, panel, progress, start_and_end
 from rollout import World
+from scale import distributed
 
 
 def say(text: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-import distributed
 from sampler import Sample, check_lengths
+from scale import distributed
 
 
 @dataclass

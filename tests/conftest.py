@@ -5,9 +5,10 @@ import os
 import tarfile
 from pathlib import Path
 
-import alfworld_engine
 import pytest
 from device import DEVICE
+
+from games import alfworld_engine
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # before anything reads them
 if DEVICE == "cpu":

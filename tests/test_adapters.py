@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import alfworld_engine
 import pytest
-import webshop
 
 import envs
 import flags
-from envs import AlfWorld, Corpus, EnvironmentCrashed, WebShop, parse_action, reply_text, window_message
-from rollout import Dialogue, World
+from chat import Dialogue, parse_action, reply_text, window_message
+from envs import AlfWorld, Corpus, EnvironmentCrashed, WebShop
+from games import alfworld_engine, webshop
+from rollout import World
 
 ROOT = Path(__file__).parent.parent
 SHOP = ROOT.parent / "shared" / "data" / "webshop"
@@ -382,7 +382,8 @@ SAID = [  # what ALFWorld's grammar can answer, beside what the episodes below h
 
 
 def test_the_vocabulary_knows_every_word_of_an_episode(few_games):
-    from policy import Chat, tiny_tokenizer
+    from chat import Chat
+    from demo.tiny_model import tiny_tokenizer
 
     env = AlfWorld(few_games)
     chat = Chat(tiny_tokenizer(env.vocabulary))
@@ -648,7 +649,8 @@ def test_any_text_may_come_as_an_action(toy):
 
 @needs_packages
 def test_an_oracle_earns_every_goal_of_a_batch_of_episodes(toy):
-    from policy import Chat, tiny_tokenizer
+    from chat import Chat
+    from demo.tiny_model import tiny_tokenizer
 
     env = WebShop(toy)
     chat = Chat(tiny_tokenizer(env.vocabulary))
@@ -717,7 +719,8 @@ def test_what_is_not_installed_is_named_with_the_remedy(toy, monkeypatch):
 @pytest.fixture(scope="module")
 def chat():
     """Of a small text; what it can spell does not depend on it."""
-    from policy import Chat, tiny_tokenizer
+    from chat import Chat
+    from demo.tiny_model import tiny_tokenizer
 
     texts = ("find me red shoes, size 9", "search[]", "click[buy now]", "click[back to search]")
     return Chat(tiny_tokenizer(Corpus(texts * 20, ("b09npml43m", "b000000001"), 400)))

@@ -7,7 +7,8 @@ import torch
 from device import DEVICE
 from torch import tensor
 
-from buffer import Group, ReplayBuffer, Row, Step, StopReason, Trajectory, micro_batches, pad_rows, rows_of
+from batch import Row, micro_batches, pad_rows, rows_of
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 
 NAN = float("nan")
 

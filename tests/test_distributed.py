@@ -20,11 +20,12 @@ import torch
 from torch import nn
 from toy import CountingScorer, ToyPolicy, toy_world
 
-import distributed
 import rspo
-from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
-from distributed import RankLost, check_alike, gather, on_rank_0, rank, shares, sum_gradients, together
+from batch import rows_of
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from rspo import Config
+from scale import distributed
+from scale.distributed import RankLost, check_alike, gather, on_rank_0, rank, shares, sum_gradients, together
 
 ROOT = Path(__file__).parent.parent
 SMALL = Config(

@@ -5,17 +5,8 @@ import re
 
 import pytest
 
-from envs import (
-    FORMAT,
-    View,
-    first_message,
-    make_env,
-    next_message,
-    parse_action,
-    reply_text,
-    system_message,
-    window_message,
-)
+from chat import FORMAT, first_message, next_message, parse_action, reply_text, system_message, window_message
+from envs import View, make_env
 
 VIEW = View(
     task="put a clean mug in desk.",

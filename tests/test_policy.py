@@ -16,18 +16,12 @@ from device import DEVICE, LOOSER
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import policy as policy_module
-from buffer import Batch, Step, StopReason, Trajectory, micro_batches, pad_rows, rows_of
-from policy import (
-    Base,
-    Chat,
-    Critic,
-    Policy,
-    check_model,
-    load_base,
-    rise_and_fall,
-    token_logprobs,
-    warm_start,
-)
+from batch import Batch, micro_batches, pad_rows, rows_of
+from buffer import Step, StopReason, Trajectory
+from chat import Chat
+from model import Base, check_model, load_base, rise_and_fall, token_logprobs
+from policy import Critic, Policy
+from scale.plan import warm_start
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 WORDS = [
@@ -323,7 +317,8 @@ def test_tiny_tokenizer_keeps_actions_and_shortens_prompts():
 
 
 def test_tiny_tokenizer_knows_every_word_of_the_household():
-    from envs import first_message, make_env, window_message
+    from chat import first_message, window_message
+    from envs import make_env
 
     env = make_env("household")
     chat = Chat(policy_module.tiny_tokenizer(env.vocabulary))

@@ -15,10 +15,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import rspo
-from buffer import ReplayBuffer, rows_of
+from batch import rows_of
+from buffer import ReplayBuffer
+from chat import Dialogue
 from envs import make_env
-from policy import Policy, load_base
-from rollout import Dialogue, World
+from model import load_base
+from policy import Policy
+from rollout import World
 from sampler import KVSampler
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one

@@ -14,8 +14,10 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from buffer import Group, Step, StopReason, Trajectory, pad_rows
-from policy import Policy, load_base
+from batch import pad_rows
+from buffer import Group, Step, StopReason, Trajectory
+from model import load_base
+from policy import Policy
 from reward_model import StepRewardModel, area_under_roc, quality, split_by_task, step_text
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one

@@ -6,9 +6,11 @@ import random
 import pytest
 from toy import ToyChat, ToyEnv, ToyPolicy, ToySampler, toy_world
 
-from buffer import StopReason, rows_of
+from batch import rows_of
+from buffer import StopReason
+from chat import Dialogue
 from envs import EnvironmentCrashed
-from rollout import Dialogue, World
+from rollout import World
 from sampler import Sample
 
 

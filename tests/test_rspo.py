@@ -9,7 +9,8 @@ import torch
 from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
-from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory, rows_of
+from batch import rows_of
+from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from rspo import Config
 
 SMALL = dict(total_updates=4, k=2, tasks_per_update=4, group_size=4, off_policy_fraction=0.25, buffer_tasks=3)

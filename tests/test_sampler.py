@@ -14,9 +14,12 @@ from device import DEVICE, LOOSER
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
-from policy import Policy, load_base
-from sampler import Cache, EngineError, KVSampler, Sample, VLLMSampler, draw
+from batch import pad_rows, rows_of
+from buffer import Step, StopReason, Trajectory
+from model import load_base
+from policy import Policy
+from sampler import Cache, KVSampler, Sample, draw
+from scale.vllm_sampler import EngineError, VLLMSampler
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 

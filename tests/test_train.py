@@ -12,16 +12,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import alfworld_engine
-import checkpoint
 import pytest
-import report
 import torch
 
 import flags
 import train
 from envs import Household, env_class, make_env
 from flags import Args, UsageError
+from games import alfworld_engine
+from record import checkpoint, report
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,8 +9,9 @@ import torch
 from device import DEVICE
 from torch import nn
 
+from chat import Dialogue
 from envs import View
-from rollout import Dialogue, World
+from rollout import World
 from sampler import Sample
 
 WORDS = [

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-import bench_core
-from bench_goals import Goal, conclude
-
-from buffer import rows_of
-from policy import Policy, load_base
+from batch import rows_of
+from bench import core as bench_core
+from bench.goals import Goal, conclude
+from model import load_base
+from policy import Policy
 
 torch.set_num_threads(1)
 

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-import gpu_check
-import plan
-from gpu_check import Call, Costs, Failed, Meter, Work
+from bench import gpu_check
+from bench.gpu_check import Call, Costs, Failed, Meter, Work
+from scale import plan
 
 # A layer's q, k, v, o, gate, up, down: 16 + 8 + 8 + 16 + 3 * 32 = 144 parameters, 64 for an adapter of rank 1
 COSTS = Costs.of(plan.Shape(width=4, mlp=8, layers=2, heads=2, kv_heads=1, vocab=10), rank=1)

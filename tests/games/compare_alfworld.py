@@ -19,10 +19,10 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from alfworld_engine import GAME_FILE, TASK_TYPES, Game, State, task_type  # noqa: E402
+from games.alfworld_engine import GAME_FILE, TASK_TYPES, Game, State, task_type
 
 N_RANDOM, N_BEYOND = 25, 3
 NOT_ADMISSIBLE = [

@@ -10,12 +10,13 @@ import warnings
 import zlib
 from pathlib import Path
 
-import alfworld_engine
 import pytest
-from alfworld_engine import Game, _Table, clear_cache, forget, task_type
-from alfworld_translation import _expression, _packed
 
-DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
+from games import alfworld_engine
+from games.alfworld_engine import Game, _Table, clear_cache, forget, task_type
+from games.alfworld_translation import _expression, _packed
+
+DATA = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "alfworld"
 LOOK = "look_at_obj_in_light-Bowl-None-DeskLamp-301"
 CLEAN = "pick_clean_then_place_in_recep-SoapBar-None-Toilet-428"  # the smallest: translated in 0.1 s
 

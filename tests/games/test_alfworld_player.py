@@ -4,9 +4,9 @@ in the real games."""
 import random
 
 import pytest
-from alfworld_player import NOTHING, Notebook, Walkthrough
 
 from envs import AlfWorld
+from games.alfworld_player import NOTHING, Notebook, Walkthrough
 
 BASICS = ["help", "inventory", "look"]
 

@@ -9,11 +9,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import household
 import pytest
-from household import NOTHING, STEP_LIMIT, TASK_TYPES, Game, Room, make_game
 
-from envs import Household, first_message, make_env, next_message, parse_action, window_message
+from chat import first_message, next_message, parse_action, window_message
+from envs import Household, make_env
+from games import household
+from games.household import NOTHING, STEP_LIMIT, TASK_TYPES, Game, Room, make_game
 
 
 def room_for(task_type, thing, target, **contents):

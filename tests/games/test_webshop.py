@@ -12,15 +12,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import webshop
-import webshop_search
+
+from games import webshop, webshop_search
 
 PACKAGES = ("nltk", "rapidfuzz", "regex")
 pytestmark = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in PACKAGES),
     reason="needs pip install -r requirements/webshop.txt",
 )
-DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "webshop"
+DATA = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "webshop"
 RECORDED = DATA / "transcripts"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs WebShop's files and recordings")
 

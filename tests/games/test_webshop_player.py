@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import webshop
-from webshop import Page, Product
-from webshop_player import advice, brief, haste, query, wanted
 
-SHOP = Path(__file__).parent.parent.parent / "shared" / "data" / "webshop"
+from games import webshop
+from games.webshop import Page, Product
+from games.webshop_player import advice, brief, haste, query, wanted
+
+SHOP = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "webshop"
 needs_shop = pytest.mark.skipif(
     not SHOP.exists() or not all(importlib.util.find_spec(name) for name in ("nltk", "rapidfuzz", "regex")),
     reason=f"needs WebShop's files in {SHOP}, and pip install -r requirements/webshop.txt",

@@ -8,14 +8,13 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import checkpoint
 import pytest
-import report
 import torch
 from toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 
 import flags
 import train
+from record import checkpoint, report
 
 SMALL = {
     **{"k": 2, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},

@@ -14,14 +14,15 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-import plan
-from plan import KNOWN, Precision
-
 import flags
 import policy as policy_module
 import train
-from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
-from policy import Base, Policy
+from batch import pad_rows, rows_of
+from buffer import Step, StopReason, Trajectory
+from model import Base
+from policy import Policy
+from scale import plan
+from scale.plan import KNOWN, Precision
 
 torch.set_num_threads(1)
 SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
@@ -295,7 +296,7 @@ def measured(rank, checkpointing, settings):
     """The peak of one update in a fresh process, above what its imports take: bytes. Tensors have pages of
     their own there, so that freed ones do not count: glibc's heap would keep those of micro-batches past."""
     given = json.dumps([SIZES, settings, rank, checkpointing, PROMPT, REPLY])
-    command, root = [sys.executable, "-W", "ignore", "-c", UPDATE, given], Path(plan.__file__).parent
+    command, root = [sys.executable, "-W", "ignore", "-c", UPDATE, given], Path(plan.__file__).parent.parent
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

