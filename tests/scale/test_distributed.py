@@ -409,7 +409,7 @@ def test_shares_are_balanced_and_complete():
     [
         ({"MASTER_PORT": None}, "are set, but not MASTER_PORT; start several processes with torchrun"),
         ({"RANK": None, "LOCAL_RANK": None}, "but not RANK, LOCAL_RANK"),
-        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE=two: is no number"),
+        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE=two: is not a number"),
         ({"RANK": "2"}, "environment variable RANK=2: must be below WORLD_SIZE=2"),
     ],
 )
