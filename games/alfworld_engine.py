@@ -17,12 +17,12 @@ Three oddities of the stock engine decide its texts, so they are kept:
 * One entity cannot take two places in one condition.
 * Sentences see the effects of an operator even if the condition of the effect is not met.
 
-tests/compare_alfworld.py compares this engine with the stock engine, step by step.
+tests/games/compare_alfworld.py compares this engine with the stock engine, step by step.
 
 Left out: planning (`policy_commands`, the experts), TextWorld's other information (score, facts, inventory),
 and features that these games do not use, such as commands whose text depends on the state (ValueError).
 
-    python alfworld_engine.py DIR --processes n     # translate every game below DIR beforehand
+    python -m games.alfworld_engine DIR --processes n     # translate every game below DIR beforehand
 """
 
 from __future__ import annotations

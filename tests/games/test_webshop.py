@@ -624,7 +624,7 @@ def test_two_product_sets_in_one_folder_need_a_choice(tmp_path):
     write_shop(tmp_path)
     (tmp_path / "items_shuffle.json").write_text(json.dumps(PRODUCTS[:3]))
     (tmp_path / "items_ins_v2.json").write_text(json.dumps(ATTRIBUTES))
-    with pytest.raises(ValueError, match="name one"):
+    with pytest.raises(ValueError, match="choose one with --webshop_products"):
         webshop.WebShop(tmp_path)
     assert repr(webshop.WebShop(tmp_path, product_set="all")).startswith("WebShop(all: 3 products")
     assert repr(webshop.WebShop(tmp_path, product_set="small")).startswith("WebShop(small: 29 products")
