@@ -509,7 +509,7 @@ def test_458_goals_cannot_be_reached_with_their_own_product(official):
 
 @needs_data
 def test_the_rule_agent_has_the_official_score(official):
-    """It searches for the instruction, opens the first hit, clicks every "name: value" it names, and buys."""
+    """The agent searches, opens the first hit, clicks each "name: value" in the instruction, and buys."""
     rewards = []
     for i in range(500):
         session = official("synthetic").session(i)
