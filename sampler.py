@@ -69,7 +69,7 @@ class Sampler(Protocol):
 
 
 def check_lengths(prompts: list[list[int]], max_tokens: int, limit: int, whose: str) -> None:
-    """Raise ValueError for an empty prompt, or if prompt and reply may exceed the `limit` tokens of `whose`."""
+    """Raise ValueError for an empty prompt, or if prompt and reply could exceed the `limit` of `whose`."""
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
     if max_tokens < 1:
