@@ -44,7 +44,7 @@ class Synced:
 class VLLMSampler:
     """Decodes LoRA policies with vLLM. The first call of `sample` starts the engine.
 
-    An adapter is loaded again whenever its policy has changed, with a new name, a new number and a new folder.
+    A changed policy's adapter is loaded again, with a new name, a new number and a new folder.
     vLLM identifies adapters and cached prefixes by these, so with an old name it would use old weights. The
     new adapter is loaded before the old one is removed, because a request for a missing adapter would block
     the engine forever.
