@@ -1,4 +1,4 @@
-"""The layout of the project, read from its source: each file imports only files that come earlier in an order."""
+"""The layout of the project, read from its source: an order in which each file imports only earlier ones."""
 
 import ast
 import sys
