@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
 from batch import rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
+from demo.toy import CountingScorer, ToyPolicy, toy_world
 from rspo import Config
 from scale import distributed
 from scale.distributed import RankLost, check_alike, gather, on_rank_0, rank, shares, sum_gradients, together
