@@ -99,16 +99,16 @@ class ToyPolicy:
     """A bigram policy: a table of logits for the next word, given only the last word (V, V).
 
     It cannot tell the doors apart, as every prompt ends with <agent>. So it has one probability of "right",
-    at all doors. At the start that is 0.378, and three times "right" has probability 0.054. The methods are
-    those of policy.Policy that `rspo.train` calls.
+    at all doors. `lead` is how much higher the logit of "left" starts: with 0.5, "right" has probability
+    0.378, and three times "right" 0.054. The methods are those of policy.Policy that `rspo.train` calls.
     """
 
     device, temperature, chat = DEVICE, 1.0, ToyChat()
 
-    def __init__(self, name: str = "policy", learning_rate: float = 0.5):
+    def __init__(self, name: str = "policy", learning_rate: float = 0.5, lead: float = 0.5):
         self.name, self.version, self.alive, self.learning_rate = name, 0, True, learning_rate
         logits = torch.full((len(WORDS), len(WORDS)), -30.0, device=DEVICE)
-        logits[AGENT, LEFT], logits[AGENT, RIGHT] = 0.5, 0.0
+        logits[AGENT, LEFT], logits[AGENT, RIGHT] = lead, 0.0
         logits[[LEFT, RIGHT], END] = 0.0  # an action is one word, then the reply ends
         self.logits, self.reference = nn.Parameter(logits), logits.clone()
         self.parameters = [self.logits]
