@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from toy import ToyChat, ToyEnv, ToyPolicy, ToySampler, toy_world
 
 from batch import rows_of
 from buffer import StopReason
 from chat import Dialogue
+from demo.toy import ToyChat, ToyEnv, ToyPolicy, ToySampler, toy_world
 from envs import EnvironmentCrashed
 from rollout import World
 from sampler import Sample

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
 from batch import rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from config import Config
+from demo.toy import CountingScorer, ToyPolicy, toy_world
 from demo.warm_start import demonstrations
 from record.metrics import episode_metrics
 from scale import distributed
