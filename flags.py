@@ -1,8 +1,8 @@
 """The flags of a run: their defaults, the presets, and the combinations that are refused.
 
-`prepare(argv)` reads, completes and checks the flags before a model is loaded or a folder is made. The flags
-of Algorithm 1 are in config.py, the parser in record/command_line.py. A preset and a run's config.json are read
-as if their flags stood in front of the given ones; the later flag wins.
+`prepare(argv)` reads, completes and checks the flags before a model is loaded or a folder is made. A preset
+and the config.json of a run are read as if their flags stood in front of the given ones; the later flag wins.
+The flags of Algorithm 1 are in config.py, the parser is in record/command_line.py.
 
 torch is imported only if a flag needs it, so that --help and usage errors answer at once.
 `python flags.py > docs/FLAGS.md` writes the list of all flags.
@@ -32,15 +32,16 @@ class Args(Config):
 
     # optimisation, continued
     learning_rate: float | None = None
-    """Of AdamW, constant. Default: tiny 4e-4 (alfworld 2e-4, webshop 1e-4), LoRA 3e-6, full weights 1e-6"""
+    """Learning rate of AdamW, constant. Default: tiny 4e-4 (alfworld 2e-4, webshop 1e-4), LoRA 3e-6, full
+    weights 1e-6"""
     critic_learning_rate: float | None = None
-    """Of AdamW, for PPO's critics. Default: tiny 1e-3, else 1e-5"""
+    """Learning rate of PPO's critics. Default: tiny 1e-3, else 1e-5"""
     weight_decay: float = 0.01
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     adam_beta1: float = 0.9
-    """Of AdamW."""
+    """beta1 of AdamW."""
     adam_beta2: float | None = None
-    """Of AdamW. Default: tiny 0.99, else 0.999"""
+    """beta2 of AdamW. Default: tiny 0.99, else 0.999"""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
 

@@ -218,20 +218,16 @@ class CommandLine:
 
     def page(self) -> str:
         """Return docs/FLAGS.md: a table for each section."""
-        lines = [
-            "# Flags",
-            "",
-            "This page is the output of `python flags.py`. `python train.py --help` prints the same.",
-        ]
+        text = "# Flags\n\nWritten by `python flags.py > docs/FLAGS.md`. `python train.py --help` shows the same.\n"
         for title, flags in self.sections.items():
-            lines += [
-                "",
-                f"## {title[0].upper()}{title[1:]}",
-                "",
-                "| flag | default | meaning |",
-                "|---|---|---|",
-            ]
+            text += f"\n## {title[0].upper()}{title[1:]}\n\n| flag | default | meaning |\n|---|---|---|\n"
             for flag in flags:
                 value = "" if flag.is_switch else f" {flag.placeholder}"
-                lines.append(f"| `--{flag.name}{value}` | {flag.default} | {flag.meaning} |")
-        return "\n".join(lines) + "\n"
+                cells = [f"`--{flag.name}{value}`", escaped(flag.default), escaped(flag.meaning)]
+                text += f"| {' | '.join(cells)} |\n"
+        return text
+
+
+def escaped(text: str) -> str:
+    """Return the text for a cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")

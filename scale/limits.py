@@ -1,4 +1,4 @@
-"""The limits of devices, ranks and vLLM, checked before anything loads. torch is imported only if a GPU matters."""
+"""The limits of devices, ranks and vLLM, checked before anything loads. Imports torch if a GPU matters."""
 
 from __future__ import annotations
 
