@@ -269,6 +269,8 @@ def prepare(argv: list[str]) -> Args:
     """Return the complete, checked flags of a command line. Raises UsageError."""
     args = parse(argv)
     env = environment(args)
+    if not args.plan:
+        check_folders(args)
     args = resolve(args, env)
     if not args.plan:
         check(args, env)
@@ -427,19 +429,9 @@ def has_expert(env: Env | type[Env]) -> bool:
 
 
 def check(args: Args, env: Env) -> None:
-    """Raise UsageError for missing folders and packages, and for impossible combinations. Loads no model."""
-    if args.model != "tiny":
-        check_model(args, "model")
-    elif args.eval_only and not args.out:
-        raise UsageError("--eval_only: the tiny model is made by a run; give a run with --out, or a --model")
-    else:
+    """Raise UsageError for impossible combinations and missing packages. Loads no model."""
+    if args.model == "tiny":
         check_tiny(args, env)
-    if args.reward_model_backbone == "tiny":
-        refuse(args, "reward_model_backbone", "is no folder or hub id; leave it out for the starting model")
-    if args.reward_model_backbone:
-        check_model(args, "reward_model_backbone")
-    if args.reward_model and not Path(args.reward_model, "reward_model.json").is_file():
-        refuse(args, "reward_model", "contains no step reward model; leave it out to fit one")
     if not has_expert(env) and not args.eval_only:
         if args.warm_start:
             refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
@@ -459,6 +451,18 @@ def check(args: Args, env: Env) -> None:
         check_package("tensorboard", "--tensorboard: ")
     if args.wandb_project:
         check_package("wandb", f"--wandb_project {args.wandb_project}: ")
+
+
+def check_folders(args: Args) -> None:
+    """Raise UsageError for a model that is not where a flag says."""
+    if args.model != "tiny":
+        check_model(args, "model")
+    if args.reward_model_backbone == "tiny":
+        refuse(args, "reward_model_backbone", "is no folder or hub id; leave it out for the starting model")
+    if args.reward_model_backbone:
+        check_model(args, "reward_model_backbone")
+    if args.reward_model and not Path(args.reward_model, "reward_model.json").is_file():
+        refuse(args, "reward_model", "contains no step reward model; leave it out to fit one")
 
 
 def check_package(package: str, flag: str) -> None:
@@ -489,6 +493,8 @@ def check_model(args: Args, name: str) -> None:
 
 def check_tiny(args: Args, env: Env) -> None:
     """Raise UsageError unless the tiny model can be made for this environment."""
+    if args.eval_only and not args.out:
+        raise UsageError("--eval_only: the tiny model is made by a run; give a run with --out, or a --model")
     try:
         words = env.vocabulary
     except ValueError as error:  # the games are listed, but cannot be read

@@ -218,7 +218,8 @@ class CommandLine:
 
     def page(self) -> str:
         """Return docs/FLAGS.md: a table for each section."""
-        text = "# Flags\n\nWritten by `python flags.py > docs/FLAGS.md`. `python train.py --help` shows the same.\n"
+        text = "# Flags\n\n"
+        text += "Written by `python flags.py > docs/FLAGS.md`; `python train.py --help` shows the same.\n"
         for title, flags in self.sections.items():
             text += f"\n## {title[0].upper()}{title[1:]}\n\n| flag | default | meaning |\n|---|---|---|\n"
             for flag in flags:
