@@ -2,7 +2,7 @@
 
 `prepare(argv)` reads, completes and checks the flags before a model is loaded or a folder is made. A preset
 and the config.json of a run are read as if their flags stood in front of the given ones; the later flag wins.
-The flags of Algorithm 1 are in config.py, the parser is in record/command_line.py.
+config.py holds the flags of Algorithm 1, record/command_line.py the parser, record/checks.py the checks.
 
 torch is imported only if a flag needs it, so that --help and usage errors answer at once.
 `python flags.py > docs/FLAGS.md` writes the list of all flags.
@@ -16,14 +16,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from config import Config
-from envs import Corpus, Env, env_class, make_env
+from envs import Env, env_class, make_env
+from record.checks import check, check_folders, has_expert
 from record.command_line import CommandLine, UsageError, refuse, text_of
-from scale.limits import check_device, check_vllm
 
 
 @dataclass(frozen=True)
@@ -295,9 +294,9 @@ def parse(argv: list[str]) -> Args:
         refuse(args, "resume_from", "needs --resume; add it")
     if of_a_run:
         free = (WHEN_RESUMED if args.resume else WHEN_EVALUATED).split()
-        for name in given.keys() - OF_THE_CALL:
+        for name, value in given.items():
             saved = first.get(name, getattr(Args, name))
-            if given[name] != saved and f"--{name}" not in free:
+            if value != saved and name not in OF_THE_CALL and f"--{name}" not in free:
                 new_run = f"start another run with --config {args.out}/config.json"
                 refuse(args, name, f"the run in {args.out} has {text_of(saved)}; leave it out, or {new_run}")
     return args
@@ -418,96 +417,6 @@ def environment(args: Args) -> Env | type[Env]:
         if getattr(args, f"{args.env}_data", None):
             refuse(args, f"{args.env}_data", str(error))
         raise UsageError(f"{chosen}: {error}") from None
-
-
-def has_expert(env: Env | type[Env]) -> bool:
-    """Return True if the environment can demonstrate its games."""
-    return callable(getattr(env, "searching_expert", None))
-
-
-# --- checks -------------------------------------------------------------------------------------------------
-
-
-def check(args: Args, env: Env) -> None:
-    """Raise UsageError for impossible combinations and missing packages. Loads no model."""
-    if args.model == "tiny":
-        check_tiny(args, env)
-    if not has_expert(env) and not args.eval_only:
-        if args.warm_start:
-            refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
-        if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
-            refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
-    known = ", ".join(env.eval_splits)
-    if len(set(args.eval_splits)) < len(args.eval_splits):
-        refuse(args, "eval_splits", f"name each split once; --env {args.env} has {known}")
-    for split in args.eval_splits:
-        if split not in env.eval_splits:
-            refuse(args, "eval_splits", f"--env {args.env} has no held-out split {split!r}; it has {known}")
-    check_device(args)
-    if args.sampler == "vllm":
-        check_vllm(args)
-    check_package("matplotlib", "")
-    if args.tensorboard:
-        check_package("tensorboard", "--tensorboard: ")
-    if args.wandb_project:
-        check_package("wandb", f"--wandb_project {args.wandb_project}: ")
-
-
-def check_folders(args: Args) -> None:
-    """Raise UsageError for a model that is not where a flag says."""
-    if args.model != "tiny":
-        check_model(args, "model")
-    if args.reward_model_backbone == "tiny":
-        refuse(args, "reward_model_backbone", "is no folder or hub id; leave it out for the starting model")
-    if args.reward_model_backbone:
-        check_model(args, "reward_model_backbone")
-    if args.reward_model and not Path(args.reward_model, "reward_model.json").is_file():
-        refuse(args, "reward_model", "contains no step reward model; leave it out to fit one")
-
-
-def check_package(package: str, flag: str) -> None:
-    """Raise UsageError if a package is not installed."""
-    if not find_spec(package):
-        raise UsageError(f"{flag}the package {package} is not installed; pip install {package}")
-
-
-def check_model(args: Args, name: str) -> None:
-    """Raise UsageError unless the folder of a flag holds a model, a tokenizer and a chat template."""
-    model = getattr(args, name)
-    path = Path(model)
-    if not (path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
-        return  # a hub id
-    if not path.is_dir():
-        refuse(args, name, "there is no such folder; give one, a hub id, or tiny")
-    files = {file.name for file in path.iterdir()}
-    if not files & {"config.json", "adapter_config.json"}:
-        refuse(args, name, "the folder has no config.json; give a folder written by save_pretrained")
-    if not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"}:
-        refuse(args, name, "the folder has no tokenizer; copy the tokenizer files of its base model into it")
-    settings = path / "tokenizer_config.json"
-    template = settings.exists() and json.loads(settings.read_text()).get("chat_template")
-    if not template and not files & {"chat_template.jinja", "chat_template.json"}:
-        why = "the folder has no chat template; use an instruct model, or add a chat_template.jinja"
-        refuse(args, name, why)
-
-
-def check_tiny(args: Args, env: Env) -> None:
-    """Raise UsageError unless the tiny model can be made for this environment."""
-    if args.eval_only and not args.out:
-        raise UsageError("--eval_only: the tiny model is made by a run; give a run with --out, or a --model")
-    try:
-        words = env.vocabulary
-    except ValueError as error:  # the games are listed, but cannot be read
-        raise UsageError(f"--env {args.env}: {error}") from None
-    if words is None:
-        refuse(
-            args, "model", f"the words of --env {args.env} are not known in advance; give a language model"
-        )
-    if args.style == "think" and not isinstance(words, Corpus):
-        why = "the tiny model knows only the words of the games; leave it out, or give a language model"
-        refuse(args, "style", why)
-    if args.tiny_width % (2 * args.tiny_heads):
-        refuse(args, "tiny_width", f"must be a multiple of twice --tiny_heads {args.tiny_heads}")
 
 
 if __name__ == "__main__":

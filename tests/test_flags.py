@@ -15,7 +15,7 @@ from config import RANGES, Config
 from envs import env_class, make_env
 from flags import Args, UsageError
 from games import alfworld_engine
-from scale import limits
+from record import checks
 
 ROOT = Path(__file__).parent.parent
 ALL_FLAGS = [flag for section in flags.COMMAND_LINE.sections.values() for flag in section]
@@ -28,8 +28,7 @@ def refused(*argv):
 
 
 def install(monkeypatch, is_installed):
-    for module in (flags, limits):
-        monkeypatch.setattr(module, "find_spec", lambda name: True if is_installed(name) else None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: True if is_installed(name) else None)
 
 
 def saved_run(folder, **values):
@@ -138,7 +137,7 @@ def test_a_missing_gpu_is_refused(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert refused("--device", "cuda:1").startswith("--device cuda:1: torch finds only 1 here")
-    flags.check_device(Args(device="cuda:0"))
+    checks.check_device(Args(device="cuda:0"))
 
 
 def test_each_rank_needs_its_own_gpu(monkeypatch):
@@ -148,8 +147,8 @@ def test_each_rank_needs_its_own_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for device, words in (("auto", "2 ranks and 1 GPUs here"), ("cuda:0", "2 ranks cannot share a GPU")):
         with pytest.raises(UsageError, match=f"--device {device}: {words}"):
-            flags.check_device(Args(device=device))
-    flags.check_device(Args(device="cpu"))
+            checks.check_device(Args(device=device))
+    checks.check_device(Args(device="cpu"))
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -205,6 +204,8 @@ def test_a_chat_template_may_be_part_of_the_tokenizer_config(tmp_path):
         (tmp_path / file).touch()
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     flags.prepare(["--model", str(tmp_path), "--dtype=float32"])
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert "its tokenizer_config.json is damaged" in refused("--model", str(tmp_path))
 
 
 # --- the parser and its help --------------------------------------------------------------------------------
