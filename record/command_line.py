@@ -224,6 +224,8 @@ class CommandLine:
             text += f"\n## {title[0].upper()}{title[1:]}\n\n| flag | default | meaning |\n|---|---|---|\n"
             for flag in flags:
                 value = "" if flag.is_switch else f" {flag.placeholder}"
+                if flag.is_switch and flag.default == "on":
+                    value = f"`, `--no_{flag.name}"
                 cells = [f"`--{flag.name}{value}`", escaped(flag.default), escaped(flag.meaning)]
                 text += f"| {' | '.join(cells)} |\n"
         return text
