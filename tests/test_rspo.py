@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
-from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
 from batch import rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from config import Config
+from demo.toy import CountingScorer, ToyPolicy, toy_world
 from record.metrics import episode_metrics
 
 SMALL = dict(total_updates=4, k=2, tasks_per_update=4, group_size=4, off_policy_fraction=0.25, buffer_tasks=3)

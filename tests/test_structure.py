@@ -1,4 +1,4 @@
-"""The layout of the project, read from its source: an order of files in which each imports only earlier ones."""
+"""The layout of the project, read from its source: an order in which each file imports only earlier ones."""
 
 import ast
 import sys
@@ -52,7 +52,17 @@ ORDER = [
 ]
 FOLDERS = ["games", "scale", "demo", "record", "bench"]
 METHOD = ["losses", "config", "buffer", "batch", "rspo", "reward_model", "chat", "model", "policy", "sampler"]
-HEAVY = {"transformers", "peft", "matplotlib", "vllm", "alfworld", "textworld", "wandb", "tensorboard", "tyro"}
+HEAVY = {
+    "transformers",
+    "peft",
+    "matplotlib",
+    "vllm",
+    "alfworld",
+    "textworld",
+    "wandb",
+    "tensorboard",
+    "tyro",
+}
 LIGHT = ["config", "buffer", "envs", "chat", "flags"]  # `--help` and usage errors answer without torch
 
 

@@ -1,4 +1,4 @@
-"""Being killed, going on, and refusing what is damaged, on the toy world of toy.py."""
+"""Being killed, going on, and refusing what is damaged, on the toy world of demo/toy.py."""
 
 import itertools
 import json
@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 
 import flags
 import train
+from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 from record import checkpoint, report
 
 SMALL = {

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
 from batch import rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from config import Config
+from demo.toy import CountingScorer, ToyPolicy, toy_world
 from demo.warm_start import demonstrations
 from record.metrics import episode_metrics
 from scale import distributed
@@ -207,9 +207,7 @@ def exchanges(episodes):
         "sums": [None if p.grad is None else p.grad.tolist() for p in parameters],
         "gathered": gather([f"rank {rank()}"] * rank()),
         "of rank 0": on_rank_0(lambda: f"said by {rank()}"),
-        "in order": map_over_ranks(
-            lambda items: [10 * item for item in items], [5, 1, 9, 3, 3], [5, 1, 9, 3, 3]
-        ),
+        "in order": map_over_ranks(lambda items: [10 * item for item in items], costs, costs),
         "runs": map_over_ranks(lambda items: [(item, rank()) for item in items], [0, 1, 2, 3]),
         "too few": map_over_ranks(lambda items: list(items), ["one"], [7]),
     }
