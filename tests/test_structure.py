@@ -31,6 +31,8 @@ ORDER = [
     "scale.pool",
     "rollout",
     "reward_model",
+    "record.command_line",
+    "record.checks",
     "flags",
     "demo.tiny_model",
     "demo.warm_start",
@@ -63,7 +65,15 @@ HEAVY = {
     "tensorboard",
     "tyro",
 }
-LIGHT = ["config", "buffer", "envs", "chat", "flags"]  # `--help` and usage errors answer without torch
+LIGHT = [
+    "config",
+    "buffer",
+    "envs",
+    "chat",
+    "record.command_line",
+    "record.checks",
+    "flags",
+]  # `--help` and usage errors answer without torch
 
 
 def path_of(name):

@@ -433,17 +433,6 @@ def test_without_the_variables_or_with_one_rank_nothing_is_started(monkeypatch):
     distributed.stop()
 
 
-def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
-    import flags
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(distributed, "local_world_size", lambda: 2)
-    for device, words in (("auto", "2 ranks and 1 GPUs here"), ("cuda:0", "2 ranks cannot share a GPU")):
-        with pytest.raises(flags.UsageError, match=f"--device {device}: {words}"):
-            flags.check_device(flags.Args(device=device))
-    flags.check_device(flags.Args(device="cpu"))
-
-
 # --- whole runs under torchrun ------------------------------------------------------------------------------
 
 TINY = dict(
