@@ -37,8 +37,6 @@ ALLOWED = {  # names that the code does not contain
 FOREIGN_FLAGS = {"--nproc_per_node": "torchrun", "--index-url": "pip"}
 FOREIGN_MODULES = {"spacy": "downloads its model, for WebShop"}
 SUFFIXES = ("py", "md", "json", "jsonl", "png", "txt", "toml", "cff", "safetensors")
-
-
 SHELL = ("&&", "||", "|", ">", "done")  # words that end a command
 
 
@@ -230,9 +228,7 @@ def command_problems(line):
         ends = [i for i, part in enumerate(command) if part.endswith(";") or part in SHELL]
         command = command[: ends[0] + 1] if ends else command
         program = program_of(command)
-        if program is None:  # the word, not a command
-            continue
-        if program in FOREIGN_MODULES:
+        if program is None or program in FOREIGN_MODULES:  # None: the word "python", not a command
             continue
         if program not in modules():
             yield f"{line}: there is no program {program}"
