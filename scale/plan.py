@@ -16,7 +16,7 @@ The parts of an update are
     slack               SLACK of all parts that come and go, because allocators cannot use every gap; and
                         CONTEXT for the GPU's libraries
 With --sampler vllm, the engine's share of the GPU replaces the rollout's own parts. It stays during updates.
-tests/test_plan.py measures the peak of an update on a CPU: the estimate is within 15 % of it.
+tests/scale/test_plan.py measures the peak of an update on a CPU: the estimate is within 15 % of it.
 Not included: freed memory that glibc keeps. It can be as large as the activations unless
 MALLOC_MMAP_THRESHOLD_=65536 is set.
 
