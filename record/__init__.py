@@ -1,1 +1,1 @@
-"""What a run writes and reads back: metrics, logs, checkpoints, tables and curves."""
+"""What a run writes and reads back: metrics, logs, checkpoints, models, tables and curves."""
