@@ -23,8 +23,6 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from record import checkpoint
 
 PACKAGES = ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors")  # versions in run.json
@@ -182,6 +180,8 @@ def write_run_facts(folder: Path, argv: list[str], threads: int, ranks: int) -> 
 
 def run_facts(argv: list[str], threads: int) -> dict:
     """Return the command line, the time, the versions, the commit and the machine."""
+    import torch  # not needed to read a log
+
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
