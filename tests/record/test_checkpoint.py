@@ -107,12 +107,9 @@ def story(folder):
     [
         "--method rspo",
         "--method rspo --algo ppo",
-        pytest.param("--method rspo_h --algo gigpo", marks=pytest.mark.slow),
-        pytest.param(
-            "--method rspo --replay_unit group --replay_strategy random --context full",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("--method dense --reward_noise 0.3", marks=pytest.mark.slow),
+        "--method rspo_h --algo gigpo",
+        "--method rspo --replay_unit group --replay_strategy random --context full",
+        "--method dense --reward_noise 0.3",
     ],
 )
 def test_two_loops_and_two_resumed_loops_equal_four_loops(tmp_path, options):
