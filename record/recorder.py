@@ -129,7 +129,7 @@ class Recorder:
         """Show the phase of the loop, and after an update of A its metrics, in the progress bar."""
         phases = {"explorer": "B explores", "buffer": "A learns", "policy": "A learns"}
         phase = phases[line["agent"]]
-        self.bar.set_description(f"loop {line['loop']}, {phase}: updates of A", refresh=False)
+        self.bar.set_description(f"loop {line['loop']} ({phase}), updates of A", refresh=False)
         if line["agent"] == "policy":
             reward = "dense_reward" if "dense_reward" in line else "outcome"
             values = {"success": line["success"], reward: line[reward]}
