@@ -1,30 +1,32 @@
 """Playing episodes: many environments at once, one batched `sample` call per turn (RSPO section 5).
 
-`World` hands out tasks, plays them with a policy and returns whole groups; it also plays the fixed
-evaluation panel and the demonstrations of the noisy expert. Every random draw of an episode comes from a
-generator named after the run's seed, the purpose, the task and the member, so an episode does not depend
-on which others are played beside it, and resuming a run needs no more than the position in the task
-stream.
+`Episode` records one game that is being played. `World` chooses the training games and plays them with a
+policy. It returns whole groups for training, and single episodes for evaluation and for the reward model.
 
-Environments live in a pool's slots, in this process or in workers; replies are read and prompts made here.
-Of several ranks each plays its share of the episodes, and all are handed all of them.
+Every random draw of an episode comes from a generator named after the run's seed and the episode's purpose,
+task and member, for example "7 train 12 3". So an episode does not depend on the others that are played at
+the same time, and a resumed run only needs the position in the stream of tasks.
+
+The environments run in the slots of a pool, in this process or in worker processes (scale/pool.py). With
+several ranks each rank plays a share of the episodes, and all episodes are gathered on every rank.
+
+Left out:
+* Asynchronous rollouts: a turn waits for its slowest environment. Here environments are much faster than the
+  model.
+* Replaying a crashed episode: it stays in its group, marked, and is not trained on.
+* Drawing more tasks in place of groups with equal rewards (as DAPO does).
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from buffer import Group, Step, StopReason, Trajectory
-from chat import (
-    NO_ACTION,
-    Dialogue,
-    first_message,
-    next_message,
-    parse_action,
-)
+from chat import NO_ACTION, Dialogue, first_message, next_message, parse_action
 from envs import Env, View
 from sampler import Sample, Sampler
 from scale import distributed
@@ -33,24 +35,24 @@ from scale.pool import Pool
 
 @dataclass
 class Episode:
-    """One live episode: where it is played, what was said so far, and the steps recorded."""
+    """One game that is being played: where it runs, its last view, and the steps recorded so far."""
 
-    place: int  # among the episodes asked for; names its KV cache
-    slot: int  # the pool's, that holds its environment
+    number: int  # its place among the episodes of this call; names its rows in the KV cache
+    slot: int  # the pool's slot that holds its environment
     env_name: str
     split: str
-    index: int
+    index: int  # of the game in its split
     rng: random.Random
     step_limit: int
     dialogue: Dialogue
     view: View | None = None
-    prompt_ids: list[int] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)  # the next prompt
+    messages: list[str] = field(default_factory=list)  # full context: the user message of each turn
     steps: list[Step] = field(default_factory=list)
-    stop_reason: StopReason | None = None
+    stop_reason: StopReason | None = None  # None while it is played
 
-    def see(self, view: View | None) -> None:
-        """Take in what the environment shows, None where it crashed: the end, or the next prompt."""
+    def observe(self, view: View | None) -> None:
+        """Continue with a view of the environment, or None if that crashed: make the next prompt, or stop."""
         if view is None:
             self.stop_reason = StopReason.CRASHED
             return
@@ -60,49 +62,45 @@ class Episode:
         elif len(self.steps) >= self.step_limit:
             self.stop_reason = StopReason.STEP_LIMIT
         else:
-            self._show()
+            self.prompt_ids = self._next_prompt()
+            if len(self.prompt_ids) > self.dialogue.max_prompt_tokens:  # even in its shortest form
+                self.stop_reason = StopReason.TOKEN_LIMIT
 
-    def _show(self) -> None:
-        """Make the next prompt; the episode is over when even its shortest form is too long."""
-        said, turn = self.dialogue, len(self.steps)
-        if said.context == "window":
+    def _next_prompt(self) -> list[int]:
+        dialogue = self.dialogue
+        if dialogue.context == "window":
             past = [(step.observation, step.action or NO_ACTION) for step in self.steps]
-            self.prompt_ids = said.window_prompt(self.view, past)
+            return dialogue.window_prompt(self.view, past)
+        if self.steps:
+            message = next_message(dialogue.style, self.view, len(self.steps))
         else:
-            message = (
-                next_message(said.style, self.view, turn)
-                if self.steps
-                else first_message(said.style, self.view)
-            )
-            self.messages.append(message)
-            self.prompt_ids = said.full_prompt(self.env_name, self.messages, self.steps)
-        if len(self.prompt_ids) > said.max_prompt_tokens:
-            self.stop_reason = StopReason.TOKEN_LIMIT
+            message = first_message(dialogue.style, self.view)
+        self.messages.append(message)
+        return dialogue.full_prompt(self.env_name, self.messages, self.steps)
 
     def receive(self, sample: Sample) -> str:
-        """Record the reply to the last prompt; the action to send to the environment, or "" for none.
+        """Record the reply to the last prompt. Returns the action for the environment, "" if there is none.
 
-        An invalid reply is never sent on: the turn is spent, the state and so the observation stay as
-        they were.
+        An invalid reply uses up its turn without an action, so the observation stays the same.
         """
-        said = self.dialogue
-        action, valid = (
-            parse_action(said.style, said.chat.decode(sample.token_ids)) if sample.stopped else ("", False)
+        action, valid = "", False
+        if sample.stopped:
+            text = self.dialogue.chat.decode(sample.token_ids)
+            action, valid = parse_action(self.dialogue.style, text)
+        step = Step(
+            prompt_ids=self.prompt_ids,
+            action_ids=sample.token_ids,
+            sampler_logprobs=sample.logprobs,
+            observation=self.view.observation,
+            action=action,
+            valid=valid,
+            truncated=not sample.stopped,
         )
-        self.steps.append(
-            Step(
-                prompt_ids=self.prompt_ids,
-                action_ids=sample.token_ids,
-                sampler_logprobs=sample.logprobs,
-                observation=self.view.observation,
-                action=action,
-                valid=valid,
-                truncated=not sample.stopped,
-            )
-        )
+        self.steps.append(step)
         return action
 
     def trajectory(self) -> Trajectory:
+        """Return the record of a stopped episode. Only a finished game has an outcome; others get 0."""
         finished = self.stop_reason is StopReason.FINISHED
         return Trajectory(
             task_id=f"{self.env_name}/{self.split}/{self.index}",
@@ -116,12 +114,16 @@ class Episode:
 
 
 class World:
-    """Plays episodes of one environment with the policy it is given. Its state is its counters, nothing else.
+    """Plays episodes of one environment. Its state consists of three counters.
 
-    make_env: builds one environment; as many are made as episodes are played at once, and reused.
-    parallel: episodes alive at once on a rank (memory of the KV cache); others start as these end.
-    workers: processes of each rank that play the environments; 0: it plays them itself. With
-        workers `make_env` must be picklable, and `close` ends them.
+    make_env: builds one environment. One is built for each episode that is played at the same time.
+    group_size: N, episodes per training task.
+    step_limit: turns per episode; None: the environment's own limit.
+    temperature: of training episodes.
+    parallel: episodes played at once on each rank; the KV cache grows with it. Others wait for a free slot.
+    seed: of the order of games and of all draws.
+    workers: processes of each rank that run the environments; 0: they run in this process. With workers
+        `make_env` must be picklable. `close` ends the processes.
     """
 
     def __init__(
@@ -143,70 +145,71 @@ class World:
         self.name, self.task_types = env.name, env.task_types
         self.step_limit = step_limit or env.step_limit
         self.group_size, self.temperature, self.parallel, self.seed = group_size, temperature, parallel, seed
-        self.tasks = 0  # training tasks handed out so far: the position in the task stream
-        self.episodes = 0  # training episodes played so far, crashed ones included
+        self.tasks = 0  # training tasks started so far: the position in the stream of tasks
+        self.episodes = 0  # training episodes played so far, with the crashed ones
         self.turns = 0  # training turns played so far
 
     def collect(self, policy, tasks: int) -> list[Group]:
-        """Play the next `tasks` training tasks, N episodes each from the same start, and return whole
-        groups."""
+        """Play the next `tasks` training tasks, N episodes each. Returns one group per task."""
         positions = range(self.tasks, self.tasks + tasks)
         self.tasks += tasks
-        trajectories = self._play_with(
-            policy,
-            self.temperature,
-            [
-                ("train", self.game(position), f"train {position} {member}")
-                for position in positions
-                for member in range(self.group_size)
-            ],
-        )
+        specs = []
+        for position in positions:
+            game = self.game(position)
+            specs += [("train", game, f"train {position} {member}") for member in range(self.group_size)]
+        trajectories = self._sample_and_play(policy, self.temperature, specs)
         self.episodes += len(trajectories)
         self.turns += sum(len(trajectory.steps) for trajectory in trajectories)
-        members = [
-            trajectories[i : i + self.group_size] for i in range(0, len(trajectories), self.group_size)
-        ]
-        return [
-            Group(f"{group[0].task_id}#{position}", group)
-            for position, group in zip(positions, members, strict=True)
-        ]
+        groups = []
+        for i, position in enumerate(positions):
+            members = trajectories[i * self.group_size : (i + 1) * self.group_size]
+            groups.append(Group(f"{members[0].task_id}#{position}", members))
+        return groups
 
     def evaluate(self, policy, split: str, games: int, temperature: float) -> list[Trajectory]:
-        """A fixed panel: games 0..games-1 of the split, each once; not counted as training."""
-        return self._play_with(
-            policy, temperature, [(split, index, f"{split} {index}") for index in range(games)]
-        )
+        """Play games 0 to games - 1 of the split, once each. The counters do not change."""
+        specs = [(split, index, f"{split} {index}") for index in range(games)]
+        return self._sample_and_play(policy, temperature, specs)
 
     def practice(self, policy, episodes: int, games: int | None = None) -> list[Trajectory]:
-        """Training games played by a policy, but not for its training: not counted, and drawn as those of the
-        demonstrations are."""
+        """Play training games for the reward model to learn from. The counters do not change.
+
+        games: see `draw_games`.
+        """
         drawn = self.draw_games("practice", episodes, games)
         specs = [("train", game, f"practice {i}") for i, game in enumerate(drawn)]
-        return self._play_with(policy, self.temperature, specs)
+        return self._sample_and_play(policy, self.temperature, specs)
 
     def draw_games(self, purpose: str, episodes: int, games: int | None) -> list[int]:
+        """Draw a training game for each episode, independently of the stream of tasks.
+
+        games: draw only from the first `games` of the stream, because new games are expensive to load; None:
+        from all. Game i does not depend on the number of episodes.
+        """
         rng, size = random.Random(f"{self.seed} {purpose} games"), self.pool.env.size("train")
         if games is None:
             return [rng.randrange(size) for _ in range(episodes)]
         return [self.game(rng.randrange(games)) for _ in range(episodes)]
 
     def game(self, position: int) -> int:
-        """The training game at that place of the stream: each game once per epoch, in an order of the run's
-        seed."""
+        """Return the training game at this position of the stream of tasks.
+
+        Each epoch contains every game once, in an order drawn from the seed.
+        """
         size = self.pool.env.size("train")
         return _epoch_order(self.seed, position // size, size)[position % size]
 
     def opening_tokens(self) -> int:
-        """Length of the first prompt of a game: the first of a few that does not crash."""
+        """Return the length in tokens of a game's first prompt. Games that crash are skipped, up to eight."""
         for game in range(min(8, self.pool.env.size("train"))):
             episode = Episode(0, 0, self.name, "train", game, random.Random(0), 1, self.dialogue)
-            episode.see(self.pool.reset({0: ("train", game)})[0])
+            episode.observe(self.pool.reset({0: ("train", game)})[0])
             if episode.view:
                 break
         return len(episode.prompt_ids)
 
     def close(self) -> None:
-        """End the worker processes and the sampler's engine; nothing can be played afterwards."""
+        """End the worker processes and the sampler's engine. The world cannot play afterwards."""
         self.pool.close()
         self.sampler.close()
 
@@ -216,63 +219,79 @@ class World:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.tasks, self.episodes, self.turns = state["tasks"], state["episodes"], state["turns"]
 
-    def _play_with(self, policy, temperature: float, specs: list[tuple[str, int, str]]) -> list[Trajectory]:
-        def answer(live: list[Episode]) -> list[Sample]:
+    def _sample_and_play(self, policy, temperature: float, specs: list[tuple]) -> list[Trajectory]:
+        """Play with replies sampled from the policy. `specs`: see `play`."""
+
+        def reply(episodes: list[Episode]) -> list[Sample]:
             return self.sampler.sample(
                 policy,
-                [episode.prompt_ids for episode in live],
-                episodes=[episode.place for episode in live],
-                rngs=[episode.rng for episode in live],
+                [episode.prompt_ids for episode in episodes],
+                episodes=[episode.number for episode in episodes],
+                rngs=[episode.rng for episode in episodes],
                 temperature=temperature,
                 max_tokens=self.dialogue.max_new_tokens,
             )
 
         self.sampler.reset()
-        played = self.play(answer, specs)
-        self.sampler.reset()  # an update needs the cache's memory
-        return played
+        trajectories = self.play(reply, specs)
+        self.sampler.reset()  # the update needs the memory of the cache
+        return trajectories
 
     def play(
-        self, answer: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]
+        self, reply: Callable[[list[Episode]], Iterable[Sample | None]], specs: list[tuple[str, int, str]]
     ) -> list[Trajectory]:
-        """Play (split, game, name of its random draws) to the end; results in the given order.
+        """Play all episodes to their end. Returns their trajectories in the order of `specs`, on every rank.
 
-        An answer of None says that the environment has crashed.
+        specs: (split, game, name of the episode's generator) of each episode. reply: returns one reply for
+        each of the given episodes; None means that the environment crashed.
         """
-        return distributed.map_over_ranks(functools.partial(self._play_here, answer), specs)
+        return distributed.map_over_ranks(functools.partial(self._play_share, reply), specs)
 
-    def _play_here(self, answer: Callable, specs: list[tuple[str, int, str]]) -> list[Trajectory]:
-        """This rank's share, `parallel` at a time."""
-        free = list(range(min(self.parallel, len(specs))))[::-1]
-        waiting = list(enumerate(specs))[::-1]
-        live, done = [], {}
+    def _play_share(self, reply: Callable, specs: list[tuple[str, int, str]]) -> list[Trajectory]:
+        """Play this rank's share of the episodes, at most `parallel` at once."""
+        waiting = deque(enumerate(specs))
+        free_slots = list(range(min(self.parallel, len(specs))))[::-1]  # popped from its end
+        live: list[Episode] = []
+        trajectories: dict[int, Trajectory] = {}
         while live or waiting:
-            begun = []
-            while waiting and free:
-                place, (split, index, name) = waiting.pop()
-                rng, slot = random.Random(f"{self.seed} {name}"), free.pop()
-                begun.append(
-                    Episode(place, slot, self.name, split, index, rng, self.step_limit, self.dialogue)
-                )
-            views = self.pool.reset({episode.slot: (episode.split, episode.index) for episode in begun})
-            for episode in begun:
-                episode.see(views[episode.slot])
-            live += begun
-
-            playing = [episode for episode in live if episode.stop_reason is None]
-            replies = zip(playing, answer(playing) if playing else [], strict=True)
-            actions = {episode.slot: episode.receive(reply) for episode, reply in replies if reply}
-            views = self.pool.step({slot: action for slot, action in actions.items() if action})
-            for episode in playing:
-                unchanged = episode.view if actions.get(episode.slot) == "" else None
-                episode.see(views.get(episode.slot, unchanged))
-
+            live += self._start(waiting, free_slots)
+            self._play_turn(reply, [episode for episode in live if episode.stop_reason is None])
             for episode in live:
                 if episode.stop_reason is not None:
-                    done[episode.place] = episode.trajectory()
-                    free.append(episode.slot)
+                    trajectories[episode.number] = episode.trajectory()
+                    free_slots.append(episode.slot)
             live = [episode for episode in live if episode.stop_reason is None]
-        return [done[place] for place in range(len(specs))]
+        return [trajectories[number] for number in range(len(specs))]
+
+    def _start(self, waiting: deque, free_slots: list[int]) -> list[Episode]:
+        """Start a waiting episode in every free slot. Some may stop at once: too long a prompt, a crash."""
+        started = []
+        while waiting and free_slots:
+            number, (split, index, name) = waiting.popleft()
+            slot, rng = free_slots.pop(), random.Random(f"{self.seed} {name}")
+            started.append(
+                Episode(number, slot, self.name, split, index, rng, self.step_limit, self.dialogue)
+            )
+        views = self.pool.reset({episode.slot: (episode.split, episode.index) for episode in started})
+        for episode in started:
+            episode.observe(views[episode.slot])
+        return started
+
+    def _play_turn(self, reply: Callable, episodes: list[Episode]) -> None:
+        """Play one turn of all episodes: one reply each, then the valid actions in their environments."""
+        replies = reply(episodes) if episodes else []
+        actions: dict[int, str] = {}  # by slot
+        for episode, sample in zip(episodes, replies, strict=True):
+            if sample is None:
+                episode.observe(None)
+            elif action := episode.receive(sample):
+                actions[episode.slot] = action
+            else:
+                episode.observe(episode.view)  # an invalid reply: nothing has changed
+        views = self.pool.step(actions)
+        for episode in episodes:
+            if episode.slot in actions:
+                episode.observe(views[episode.slot])
 
 
 @functools.lru_cache(maxsize=2)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -27,6 +27,8 @@ from buffer import Group, ReplayBuffer, Trajectory, endings
 from config import Config
 from scale import distributed
 from scale.distributed import Totals
+
+# --- from rewards to advantages ---
 
 
 def step_returns(trajectory: Trajectory, reward: str, config: Config) -> list[float]:
@@ -93,6 +95,19 @@ def set_token_advantages(on: list[list[Row]], off: list[list[Row]], reward: str,
     put(rows, "advantages", whitened)
 
 
+# --- log-probs of rows, and the reward swap ---
+
+
+def local_rows(rows: list[Row]) -> list[int]:
+    """Return the places of this rank's share of the rows, balanced by tokens."""
+    return distributed.local_share([len(row.input_ids) for row in rows])
+
+
+def batches_of(agent, rows: list[Row], config: Config) -> Iterator[Batch]:
+    """Yield the rows as micro-batches on the agent's device."""
+    return micro_batches(rows, config.tokens_per_micro_batch, agent.chat.pad_id, agent.device)
+
+
 @torch.no_grad()
 def score_rows(agent, rows: list[Row], config: Config) -> None:
     """Set the rows' old_logprobs (pi_old), ref_logprobs (if beta > 0) and old_values (PPO).
@@ -111,11 +126,11 @@ def score_rows(agent, rows: list[Row], config: Config) -> None:
 
 @torch.no_grad()
 def swap_rewards(agent, groups: list[Group], config: Config) -> None:
-    """The reward swap: prepare episodes that B collected for replay with their outcome.
+    """The reward swap: make episodes that B collected ready to be replayed for their outcome.
 
-    B was trained on dense rewards. From here on its episodes are read by their outcome only: this sets A_off,
-    computed from outcomes inside each whole group, and log pi_B of every action token, the denominator of the
-    importance ratio. PPO computes A_off when an episode is drawn, with the critic that A has then.
+    B was trained on dense rewards; from here on its episodes count by their outcome only. Sets two things on
+    every step: A_off, computed from outcomes inside each whole group, and log pi_B of the action tokens, the
+    denominator of the importance ratio. PPO computes A_off when an episode is drawn, with A's critic of then.
     """
     rows = [row for group in groups for episode in group.usable("outcome") for row in rows_of(episode)]
     local = local_rows(rows)
@@ -129,25 +144,7 @@ def swap_rewards(agent, groups: list[Group], config: Config) -> None:
         set_advantages(groups, "outcome", config)
 
 
-def local_rows(rows: list[Row]) -> list[int]:
-    """Return the places of this rank's share of the rows, balanced by tokens."""
-    return distributed.local_share([len(row.input_ids) for row in rows])
-
-
-def batches_of(agent, rows: list[Row], config: Config):
-    """Yield the rows as micro-batches on the agent's device."""
-    return micro_batches(rows, config.tokens_per_micro_batch, agent.chat.pad_id, agent.device)
-
-
-def sampler_gap(rows: list[Row]) -> dict[str, float]:
-    """Compare the sampler's log-probs of fresh action tokens with the trainer's, which the loss reads.
-
-    Returns the mean and the largest absolute difference. More than rounding is a fault: an engine with stale
-    weights, another temperature or other tokens.
-    """
-    sampled = torch.cat([row.column_of("sampler_logprobs")[row.action_mask] for row in rows])
-    gap = (take(rows, "old_logprobs") - sampled).abs().double()
-    return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
+# --- one update ---
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
@@ -203,6 +200,17 @@ def optimizer_step(agent, config: Config, totals: Totals) -> None:
         totals.add("critic_grad_norm", agent.critic.step(config.max_grad_norm), 1)
 
 
+def sampler_gap(rows: list[Row]) -> dict[str, float]:
+    """Compare the sampler's log-probs of fresh action tokens with the trainer's, which the loss reads.
+
+    Returns the mean and the largest absolute difference. More than rounding is a fault: an engine with stale
+    weights, another temperature or other tokens.
+    """
+    sampled = torch.cat([row.column_of("sampler_logprobs")[row.action_mask] for row in rows])
+    gap = (take(rows, "old_logprobs") - sampled).abs().double()
+    return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
+
+
 class NothingToTrainOn(RuntimeError):
     """No episode of an update is usable: all crashed, or none has a reply."""
 
@@ -219,11 +227,13 @@ def update(
 ) -> dict:
     """Update an agent once on J_total = (1 - alpha) J_on + alpha J_off   (Eq. 3)
 
-    on: groups that the agent has just collected, trained on `reward` ("outcome" or "dense"). off: replayed
-    episodes, always trained on their outcome; without any, alpha is 0 for this update. J_on and J_off are
-    each a mean over their own action tokens: an optimizer step has two token counts, each over all
-    micro-batches and ranks. rng shuffles the rows into minibatches. Returns the update's metrics
-    (docs/METRICS.md). Raises NothingToTrainOn if no fresh episode is usable.
+    on      groups that the agent has just collected; they count by `reward`, "outcome" or "dense"
+    off     replayed episodes; they always count by their outcome. Without any, alpha is 0 in this update.
+    rng     shuffles the rows into minibatches
+
+    J_on and J_off are each a mean over their own action tokens. So an optimizer step divides by two token
+    counts, each taken over all micro-batches and ranks. Returns the update's metrics (docs/METRICS.md).
+    Raises NothingToTrainOn if no fresh episode is usable.
     """
     started = time.perf_counter()
     if config.algo != "ppo":
@@ -266,6 +276,9 @@ def update(
     }
 
 
+# --- Algorithm 1 ---
+
+
 def train(
     policy,
     world,
@@ -278,10 +291,13 @@ def train(
 ) -> None:
     """Algorithm 1: train `policy` (agent A) until it has had `total_updates` updates.
 
-    world.collect(agent, tasks) plays and returns groups of episodes. dense_reward.score(groups, noise, rng)
-    sets the dense scores of their steps. After every collection that was used, log("policy", "explorer" or
-    "buffer", groups, metrics, A's updates so far) is called; after every loop, end_loop(A's updates so far,
-    replay). `start` (A's updates so far) and `replay` resume a run.
+    policy         agent A; policy.fork(name) returns a copy, agent B
+    world          world.collect(agent, tasks) plays tasks and returns groups of episodes
+    dense_reward   dense_reward.score(groups, noise, rng) sets the dense score of every step
+    log            called with ("explorer", "buffer" or "policy", groups, metrics, A's updates so far)
+                   after every update and after B has filled the buffer
+    end_loop       called with (A's updates so far, replay buffer) after every loop
+    start, replay  A's updates so far and the replay buffer of a run that is resumed
     """
     if replay is None:
         replay = ReplayBuffer(config.replay_strategy, config.replay_unit, seed=config.seed)
@@ -316,7 +332,7 @@ def train(
         for number in range(done, done + config.k):
             groups = collect(policy, config.policy_reward, number)
             if config.method == "rspo_h":
-                swap_rewards(policy, groups, config)  # A's episodes count by outcome already: adds log-probs
+                swap_rewards(policy, groups, config)  # nothing to swap; stores A_off and log-probs
             replayed = replay.sample(config.off_policy_episodes)
             metrics = learn(policy, groups, replayed, config.policy_reward, number)
             log("policy", groups, metrics, number + 1)

@@ -1,19 +1,24 @@
-"""Sampling replies: one protocol and its two engines, `KVSampler` and `VLLMSampler`.
+"""Sampling replies: the `Sampler` protocol, and `KVSampler`, a decoder for any Hugging Face causal LM.
 
-`KVSampler` is a decoder of our own for any Hugging Face causal LM and decodes with the very weights that are
-trained. All live episodes are one batch with one key-value cache. The cache is kept from call to call: a
-prompt that extends the tokens cached for its episode pays for its new tokens alone. Columns are shared by the
-rows; where a row has no token a column is a hole that the attention mask hides, and positions are counted per
-row.
+`KVSampler` uses the very weights that are trained, so there is no copy to keep in sync. All prompts of a call
+form one batch with one key-value cache. Each row draws from its own generator, so its tokens do not depend on
+the other rows. The docstring of `KVSampler` says when the cache is kept and when it is cleared.
 
-`VLLMSampler` hands the prompts to vLLM, which holds a copy of the base and is given the adapter of A or B
-anew whenever that has changed. Full weights, critics and the reference are not its business.
+All rows of the cache have the same columns. A column without a token of the row is a hole: the attention mask
+hides it, and positions skip it. Example: row a (4 prompt tokens, 3 sampled) and row b (2 prompt tokens, 2
+sampled). A row's last sampled token enters the cache with its next prompt:
 
-The distribution is always the model's own softmax at the temperature asked for: there is no top-k, top-p or
-penalty, whatever a checkpoint's generation_config says. Each row draws from its own generator, so its tokens
-do not depend on the rows beside it.
+    a   p p p p s s     positions 0 1 2 3 4 5
+    b   p p . . s .               0 1     2
 
-Shapes: B rows, Q new tokens, K cached columns, H heads, V vocabulary.
+Left out:
+* Top-k, top-p and penalties, also those in a checkpoint's generation_config: the log-probs would not be those
+  of the trainer. Tokens are drawn from softmax(logits / temperature).
+* One copy of the prompt that the episodes of a group share. scale/vllm_sampler.py (vLLM) shares prefixes.
+* Models with recurrent layers, and sequences longer than an attention window. Both are refused.
+
+Shapes: B rows (prompts), b rows that are still decoded, Q new tokens, K cached columns, H heads, D hidden
+size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,12 +30,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+PREFILL_TOKENS = 2**14  # prompt tokens per forward pass; with more, activations would outweigh the cache
+HIDDEN = -1e9  # added to the attention score of a column that must not be seen
+
 
 @dataclass
 class Sample:
-    token_ids: list[int]  # the sampled tokens, the stop token included
-    logprobs: list[float]  # of each, at the sampling temperature
-    stopped: bool  # ended with a stop token; False: it hit max_tokens
+    """One reply."""
+
+    token_ids: list[int]  # the sampled tokens, with the stop token if one was sampled
+    logprobs: list[float]  # one for each token, at the sampling temperature
+    stopped: bool  # True: ended with a stop token; False: reached max_tokens
 
 
 class Sampler(Protocol):
@@ -43,38 +53,94 @@ class Sampler(Protocol):
         temperature: float,
         max_tokens: int,
     ) -> list[Sample]:
-        """One reply to each prompt. `episodes`: the number of each one's, so that what was computed for it
-        can be reused."""
+        """Sample one reply to each of the B prompts.
+
+        episodes: the number of each prompt's episode, so that earlier work for that episode can be reused.
+        rngs: the generator of each row. Temperature 0 takes the most probable token, and its log-prob is then
+        the one at temperature 1. Raises ValueError if a prompt is empty, or too long for a reply of
+        `max_tokens`; FloatingPointError if the policy's logits are NaN or infinite.
+        """
 
     def reset(self) -> None:
-        """Forget all that is cached."""
+        """Clear everything that is cached."""
 
     def close(self) -> None:
-        """Give back what it holds; it cannot be used afterwards."""
+        """Free memory and processes. The sampler cannot be used afterwards."""
 
 
-PREFILL_TOKENS = 2**14  # of prompts, read at once: what a model holds of more would outweigh the cache
+def check_lengths(prompts: list[list[int]], max_tokens: int, limit: int, whose: str) -> None:
+    """Raise ValueError for an empty prompt, or if prompt and reply could exceed the `limit` of `whose`."""
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}: a reply has at least one token")
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_tokens > limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens and a reply of up to {max_tokens} exceed the {limit} that {whose}"
+        )
 
 
-HIDDEN = -1e9  # added to the attention score of a column that must not be seen
+def check_decodable(model, prompts: list[list[int]], max_tokens: int, max_length: int) -> None:
+    """Raise ValueError if `KVSampler` would decode wrongly: recurrent layers, or a sequence that exceeds the
+    model's length or the attention window of a layer (the attention mask here has no windows)."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if kinds - {"full_attention", "sliding_attention", "chunked_attention"} or model._is_stateful:
+        raise ValueError(f"model type {config.model_type!r} has recurrent layers: it cannot be decoded here")
+    limits = [max_length]
+    if kinds != {"full_attention"}:
+        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
+    limit = min(filter(None, limits))
+    check_lengths(prompts, max_tokens, limit, f"model type {config.model_type!r} attends to")
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the attention mask (B, 1, Q, K) for `visible` (B, Q, K) bool: the columns each token may see."""
+    return torch.where(visible, 0.0, HIDDEN).to(dtype)[:, None]
+
+
+def draw(logits: Tensor, rngs: list[random.Random | None], temperature: float) -> tuple[Tensor, Tensor]:
+    """Draw one token per row from softmax(logits / temperature). Returns tokens (b,) and log-probs (b,).
+
+    logits (b, V). Each row inverts its cumulative distribution at one uniform number of its own generator.
+    A row with generator None has stopped: its token is arbitrary, and no number is drawn.
+    Raises FloatingPointError if a logit is NaN or +inf.
+    """
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        uniform = [0.0 if rng is None else rng.random() for rng in rngs]
+        uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
+        cumulative = logprobs.double().exp().cumsum(-1)
+        total = cumulative[:, -1:]
+        if total.isnan().any():
+            raise FloatingPointError("the policy's logits are not numbers: lower its learning rate")
+        # The first token whose cumulative probability exceeds u * total. The target stays below the total, so
+        # a token of probability 0 is never drawn
+        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+        token = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return token, logprobs.gather(-1, token[:, None])[:, 0]
 
 
 class Cache:
-    """Keys and values (B, H, K, .) of every layer, in buffers with room for more. It has what transformers
-    asks of a cache and no more. Columns never written are 0, since a hidden NaN would still spoil a sum."""
+    """Keys and values (B, H, K, .) of every layer, in buffers with room for more columns.
+
+    It has the methods that transformers calls on a cache. The caller advances `columns` after each forward
+    pass. Unwritten columns are 0, not garbage: a hidden NaN would still spoil a sum.
+    """
 
     def __init__(self, room: int = 0):
-        self.room = room  # columns to have ready beyond the first ones
-        self.columns = 0  # filled
+        self.room = room  # spare columns to allocate whenever a buffer is made or grows
+        self.columns = 0  # columns in use
         self.layers: list[list[Tensor]] = []  # [keys, values] of each layer
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """Called by attention layer after layer: put in the new columns, get all."""
+        """Write the new columns of one layer; return all its keys and values. Attention calls it."""
         end = self.columns + keys.shape[2]
         if layer == len(self.layers):
-            self.layers.append(
-                [x.new_zeros(*x.shape[:2], end + self.room, x.shape[3]) for x in (keys, values)]
-            )
+            self.layers.append([keys[:, :, :0], values[:, :, :0]])
         self.grow(layer, end)
         for buffer, new in zip(self.layers[layer], (keys, values), strict=True):
             buffer[:, :, self.columns : end] = new
@@ -82,14 +148,15 @@ class Cache:
         return keys[:, :, :end], values[:, :, :end]
 
     def grow(self, layer: int, end: int) -> None:
-        """Have room for `end` columns, and for `room` more."""
+        """Enlarge the layer's buffers to `end` + `room` columns if they have fewer than `end`."""
         for i, buffer in enumerate(self.layers[layer]):
             if buffer.shape[2] < end:
                 more = end + self.room - buffer.shape[2]
                 self.layers[layer][i] = torch.nn.functional.pad(buffer, (0, 0, 0, more))
 
     def take(self, rows: Tensor, columns: Tensor | None = None) -> Cache:
-        """A cache of these rows alone; with `columns` (rows, k) of these columns of each, in that order."""
+        """Copy these rows into a new cache. `columns` (rows, k): the columns to copy for each row, in order;
+        None: all."""
         taken = Cache(self.room)
         taken.columns = self.columns if columns is None else columns.shape[1]
         for pair in self.layers:
@@ -101,8 +168,8 @@ class Cache:
         return taken
 
     @classmethod
-    def joined(cls, parts: list[Cache]) -> Cache:
-        """The rows of all parts, one below the other; the parts are emptied: the cache never exists twice."""
+    def join(cls, parts: list[Cache]) -> Cache:
+        """Stack the rows of all parts. Each layer of the parts is freed at once, to save memory."""
         whole = cls(parts[0].room)
         whole.columns = parts[0].columns
         for pairs in zip(*(part.layers for part in parts), strict=True):
@@ -112,7 +179,7 @@ class Cache:
         return whole
 
     def put_back(self, rows: Tensor, taken: Cache) -> None:
-        """Give these rows the columns that were added to `taken`, which is a cache of theirs."""
+        """Copy to these rows the columns that were added to `taken` after `take(rows)`."""
         for layer, pair in enumerate(taken.layers):
             self.grow(layer, taken.columns)
             for buffer, source in zip(self.layers[layer], pair, strict=True):
@@ -128,170 +195,191 @@ class Cache:
         return self.columns + queries, 0
 
 
+def prefill_part(policy, cache: Cache, ids: Tensor, lengths: Tensor, cached: Tensor, real: Tensor) -> Tensor:
+    """Feed new prompt tokens to the cache. Returns the hidden state at each row's last one (B, D).
+
+    ids (B, Q): padded on the right; lengths (B,): without padding; cached (B,): how many tokens come before
+    them; real (B, K): see `Live`, with the Q new columns.
+    """
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    if cache.columns == 0:
+        hidden = policy.hidden(ids, cache=cache)  # causal attention never looks right, at the padding
+    else:
+        causal = torch.arange(real.shape[1], device=ids.device) <= cache.columns + columns[:, None]
+        mask = additive_mask(real[:, None] & causal, policy.model.dtype)
+        positions = cached[:, None] + torch.minimum(columns, lengths[:, None] - 1)
+        hidden = policy.hidden(ids, mask, positions, cache)
+    cache.columns += len(columns)
+    return hidden[torch.arange(len(ids), device=ids.device), lengths - 1]
+
+
+@dataclass
+class Live:
+    """The b rows of a call that are still decoded.
+
+    A stopped row stays in the batch, its tokens ignored, until half of the rows have stopped. Then `shrink`
+    removes them at once, so the cache is copied at most log2(B) times.
+    """
+
+    rows: Tensor  # (b,) index of each row in the call
+    positions: Tensor  # (b,) position of the next token
+    real: Tensor  # (b, K) bool: the column holds a token of the row, so it is no hole
+    whole: Cache  # of all B rows
+    cache: Cache  # of the b rows: `whole` itself until the first shrink
+    active: Tensor  # (b,) bool: False once the row has stopped
+
+    def active_rngs(self, rngs: list[random.Random]) -> list[random.Random | None]:
+        """Return the generator of each of the b rows, None for a row that has stopped."""
+        pairs = zip(self.rows.tolist(), self.active.tolist(), strict=True)
+        return [rngs[row] if active else None for row, active in pairs]
+
+    def shrink(self, room: int) -> None:
+        """Remove the stopped rows. room: spare columns of the smaller cache."""
+        self.put_back()
+        kept = self.active.nonzero()[:, 0]
+        self.rows, self.positions = self.rows[kept], self.positions[kept]
+        self.real, self.active = self.real[kept], self.active[kept]
+        self.cache = self.whole.take(self.rows)
+        self.cache.room = room
+
+    def feed(self, policy, tokens: Tensor) -> Tensor:
+        """Run one token per row (b,) through the model. Returns the hidden states (b, D)."""
+        self.real = torch.nn.functional.pad(self.real, (0, 1), value=True)
+        mask = additive_mask(self.real[:, None], policy.model.dtype)
+        hidden = policy.hidden(tokens[:, None], mask, self.positions[:, None], self.cache)[:, -1]
+        self.cache.columns += 1
+        self.positions = self.positions + 1
+        return hidden
+
+    def put_back(self) -> None:
+        """Copy the columns of the decoded tokens to the cache of all rows."""
+        if self.cache is not self.whole:
+            self.whole.put_back(self.rows, self.cache)
+
+
 class KVSampler:
-    """Decodes with the policy's own model. The cache belongs to one policy at one version: whatever else
-    comes, it is dropped. Episodes that are not asked for any more leave it."""
+    """Decodes with the policy's own model, and keeps keys and values from turn to turn.
+
+    When the KV cache lives on, and when not. At each call of `sample`:
+    * a row is reused if the prompt extends all tokens cached for its episode (full context). Only the new
+      prompt tokens are prefilled.
+    * a row is recomputed if the prompt does not extend them (window context).
+    * a row is removed if its episode is not in the call, because it has ended.
+    * the cache is cleared if the policy is another object, or its `version` has changed with its weights.
+    * no row is reused if the call before raised an exception.
+    `reset` clears the cache. `World` calls it before and after each rollout: an update needs the memory.
+    """
 
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
-        self._owner = None  # (policy, its version) the cache was computed with
-        self._cache, self._real = Cache(), None  # (B, K) bool: the columns that hold one of the row's tokens
-        self._episodes, self._tokens = [], []  # of each row
+        self._owner = None  # (policy, version) whose weights computed the cache
+        self._cache = Cache()
+        self._real = None  # (B, K) bool: the column holds a token of the row, so it is no hole
+        self._episodes: list[int] = []  # the episode of each row
+        self._tokens: list[list[int]] = []  # the cached tokens of each row
 
     close = reset
 
     @torch.no_grad()
     def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens) -> list[Sample]:
-        """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1."""
-        model = policy.activate()
-        check_decodable(model, prompts, max_tokens, policy.max_length)
+        """See `Sampler.sample`. Also raises ValueError for a model that cannot be decoded here."""
+        check_decodable(policy.activate(), prompts, max_tokens, policy.max_length)
         if self._owner is None or self._owner[0] is not policy or self._owner[1] != policy.version:
             self.reset()
             self._owner = (policy, policy.version)
         hidden = self._prefill(policy, prompts, episodes, max_tokens)
+        samples = self._decode(policy, hidden, prompts, rngs, temperature, max_tokens)
+        self._keep(prompts, episodes, samples)
+        return samples
 
+    def _prefill(self, policy, prompts, episodes, max_tokens: int) -> Tensor:
+        """Feed the prompt tokens that are not cached. Returns the hidden state at each prompt's end."""
+        reusable = self._reusable(prompts, episodes)
+        self._episodes = []  # if this call fails, the next one finds no row to reuse
+        cached = self._arrange(reusable, max_tokens, policy.device)
+
+        new = [prompt[n:] for prompt, n in zip(prompts, cached, strict=True)]
+        width, device = max(map(len, new)), policy.device
+        ids = torch.tensor([part + [policy.chat.pad_id] * (width - len(part)) for part in new], device=device)
+        lengths, cached = torch.tensor([[len(part) for part in new], cached], device=device)
+        self._real = torch.cat([self._real, torch.arange(width, device=device) < lengths[:, None]], dim=1)
+
+        groups = torch.arange(len(new), device=device).split(max(1, PREFILL_TOKENS // width))
+        caches = [self._cache] if len(groups) == 1 else [self._cache.take(rows) for rows in groups]
+        states = [
+            prefill_part(policy, cache, ids[rows], lengths[rows], cached[rows], self._real[rows])
+            for rows, cache in zip(groups, caches, strict=True)
+        ]
+        if len(caches) > 1:
+            self._cache = Cache.join(caches)
+        return torch.cat(states)
+
+    def _reusable(self, prompts: list[list[int]], episodes: list[int]) -> list[int | None]:
+        """Return for each prompt the cached row of its episode, or None if the prompt does not extend it."""
+        row_of = {episode: row for row, episode in enumerate(self._episodes)}
+        rows: list[int | None] = []
+        for prompt, episode in zip(prompts, episodes, strict=True):
+            row = row_of.get(episode)
+            tokens = [] if row is None else self._tokens[row]
+            extends = row is not None and len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens
+            rows.append(row if extends else None)
+        return rows
+
+    def _arrange(self, rows: list[int | None], room: int, device) -> list[int]:
+        """Give the cache one row per prompt of the call. Returns the number of cached tokens of each.
+
+        rows: the cached row of each prompt; None: an empty row. room: see `Cache`.
+        """
+        cached = [0 if row is None else len(self._tokens[row]) for row in rows]
+        longest = max(cached)
+        if longest == 0:
+            self._cache, self._real = Cache(room), torch.zeros(len(rows), 0, dtype=torch.bool, device=device)
+        elif rows != list(range(len(self._tokens))) or self._cache.columns > 2 * longest:
+            # Rows were removed or added, or most columns are holes: move each row's tokens to the left
+            chosen = torch.tensor([row or 0 for row in rows], device=device)
+            order = self._real[chosen].int().argsort(dim=1, descending=True, stable=True)[:, :longest]
+            self._cache = self._cache.take(chosen, order)
+            counts = torch.tensor(cached, device=device)
+            self._real = torch.arange(longest, device=device) < counts[:, None]
+        return cached
+
+    def _decode(self, policy, hidden: Tensor, prompts, rngs, temperature, max_tokens) -> list[Sample]:
+        """Sample until every row has stopped. hidden (B, D): the states at the prompts' ends."""
         count, device = len(prompts), hidden.device
         stop_ids = torch.tensor(policy.chat.stop_ids, device=device)
         tokens = torch.zeros(count, max_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(count, max_tokens, device=device)
         lengths = torch.full((count,), max_tokens, device=device)
-        # The rows that are decoded. Those that are done ride along unread until they are half
-        rows, live = torch.arange(count, device=device), torch.ones(count, dtype=torch.bool, device=device)
-        positions = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        cache, real, parents = self._cache, self._real, []
+        live = Live(
+            rows=torch.arange(count, device=device),
+            positions=torch.tensor([len(prompt) for prompt in prompts], device=device),
+            real=self._real,
+            whole=self._cache,
+            cache=self._cache,
+            active=torch.ones(count, dtype=torch.bool, device=device),
+        )
         for step in range(max_tokens):
-            drawing = [rngs[i] if on else None for i, on in zip(rows.tolist(), live.tolist(), strict=True)]
-            token, logprob = draw(policy.logits(hidden), drawing, temperature)
-            tokens[rows, step], logprobs[rows, step] = token, logprob
-            stopping = live & torch.isin(token, stop_ids)
-            lengths[rows[stopping]] = step + 1
-            live = live & ~stopping
-            going = int(live.sum())
-            if going == 0 or step + 1 == max_tokens:
+            token, logprob = draw(policy.logits(hidden), live.active_rngs(rngs), temperature)
+            tokens[live.rows, step], logprobs[live.rows, step] = token, logprob
+            stopping = live.active & torch.isin(token, stop_ids)
+            lengths[live.rows[stopping]] = step + 1
+            live.active = live.active & ~stopping
+            active = int(live.active.sum())
+            if active == 0 or step + 1 == max_tokens:
                 break
-            if going <= len(rows) // 2:
-                keep = live.nonzero()[:, 0]
-                parents.append((cache, keep))
-                cache, live = cache.take(keep), live[keep]
-                cache.room = max_tokens - step - 2  # all that may still come after the next token
-                rows, token, positions, real = (x[keep] for x in (rows, token, positions, real))
-            real = torch.nn.functional.pad(real, (0, 1), value=True)
-            mask = hide(real[:, None], model)
-            hidden = policy.hidden(token[:, None], mask, positions[:, None], cache)[:, -1]
-            cache.columns += 1
-            positions = positions + 1
-        for parent, keep in reversed(parents):
-            parent.put_back(keep, cache)
-            cache = parent
+            if active <= len(live.rows) // 2:
+                live.shrink(room=max_tokens - step - 2)  # for the tokens after this one
+            hidden = live.feed(policy, tokens[live.rows, step])
+        live.put_back()
+        rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+        return [Sample(ids[:n], scores[:n], ids[n - 1] in policy.chat.stop_ids) for ids, scores, n in rows]
 
-        # The last token of a reply was sampled but never fed: it goes in with the next turn
-        fed = torch.arange(self._cache.columns - self._real.shape[1], device=device)
-        self._real = torch.cat([self._real, fed < lengths[:, None] - 1], dim=1)
-        samples = [
-            Sample(ids[:n], scores[:n], ids[n - 1] in policy.chat.stop_ids)
-            for ids, scores, n in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
-        ]
+    def _keep(self, prompts, episodes, samples: list[Sample]) -> None:
+        """Record what is cached now: all tokens but the last of each reply, which was never fed."""
+        fed = torch.tensor([len(sample.token_ids) - 1 for sample in samples], device=self._real.device)
+        new = torch.arange(self._cache.columns - self._real.shape[1], device=self._real.device)
+        self._real = torch.cat([self._real, new < fed[:, None]], dim=1)
         self._episodes = list(episodes)
         self._tokens = [prompt + s.token_ids[:-1] for prompt, s in zip(prompts, samples, strict=True)]
-        return samples
-
-    def _prefill(self, policy, prompts, episodes, room: int) -> Tensor:
-        """Run what is not cached yet; the hidden state at each prompt's end (B, D)."""
-        device, rows = policy.device, self._reusable(prompts, episodes)
-        known = [0 if row is None else len(self._tokens[row]) for row in rows]
-        counts = torch.tensor(known, device=device)
-        episodes_before, self._episodes = self._episodes, []  # until the call is through, nothing is reusable
-        if not any(known):
-            self._cache, self._real = Cache(room), torch.zeros(len(rows), 0, dtype=torch.bool, device=device)
-        elif rows != list(range(len(episodes_before))) or self._cache.columns > 2 * max(known):
-            # Episodes left, or holes take more room than tokens: pack each row's tokens to the left
-            chosen = torch.tensor([row or 0 for row in rows], device=device)
-            order = self._real[chosen].int().argsort(dim=1, descending=True, stable=True)[:, : max(known)]
-            self._cache = self._cache.take(chosen, order)
-            self._real = torch.arange(max(known), device=device) < counts[:, None]
-
-        new = [prompt[n:] for prompt, n in zip(prompts, known, strict=True)]
-        width = max(map(len, new))
-        ids = torch.tensor([part + [policy.chat.pad_id] * (width - len(part)) for part in new], device=device)
-        ends = torch.tensor(list(map(len, new)), device=device)
-        columns = torch.arange(width, device=device)
-        self._real = torch.cat([self._real, columns < ends[:, None]], dim=1)
-        groups = torch.arange(len(new), device=device).split(max(1, PREFILL_TOKENS // width))
-        parts = [self._cache] if len(groups) == 1 else [self._cache.take(rows) for rows in groups]
-        states = []
-        for rows, part in zip(groups, parts, strict=True):
-            if part.columns == 0:  # padded on the right: causality alone keeps the padding out of sight
-                hidden = policy.hidden(ids[rows], cache=part)
-            else:
-                real = self._real[rows]
-                seen = torch.arange(real.shape[1], device=device) <= part.columns + columns[:, None]
-                mask = hide(real[:, None] & seen, policy.activate())
-                positions = counts[rows, None] + torch.minimum(columns, ends[rows, None] - 1)
-                hidden = policy.hidden(ids[rows], mask, positions, part)
-            part.columns += width
-            states.append(hidden[torch.arange(len(rows), device=device), ends[rows] - 1])
-        if len(parts) > 1:
-            self._cache = Cache.joined(parts)
-        return torch.cat(states)
-
-    def _reusable(self, prompts: list[list[int]], episodes: list[int]) -> list[int | None]:
-        """For each prompt the cached row of its episode, if the prompt extends its tokens."""
-        row_of = {episode: row for row, episode in enumerate(self._episodes)}
-        rows: list[int | None] = []
-        for prompt, episode in zip(prompts, episodes, strict=True):
-            row = row_of.get(episode)
-            tokens = self._tokens[row] if row is not None else prompt
-            rows.append(row if len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens else None)
-        return rows
-
-
-def check_lengths(prompts: list[list[int]], max_tokens: int, limit: int, whose: str) -> None:
-    """Refuse prompts without tokens, and replies that would not fit whole."""
-    if not all(prompts):
-        raise ValueError("a prompt has no tokens")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}: a reply has at least one token")
-    if (longest := max(map(len, prompts))) + max_tokens > limit:
-        raise ValueError(
-            f"a prompt of {longest} tokens and a reply of up to {max_tokens} exceed the {limit} that {whose}"
-        )
-
-
-def check_decodable(model, prompts: list[list[int]], max_tokens: int, max_length: int) -> None:
-    """Refuse what `KVSampler` would get wrong: layers with a state instead of keys, replies beyond what the
-    model reads, or beyond a layer's window (the mask knows none)."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if kinds - {"full_attention", "sliding_attention", "chunked_attention"} or model._is_stateful:
-        raise ValueError(f"model type {config.model_type!r} has recurrent layers: it cannot be decoded here")
-    limits = [max_length]
-    if kinds != {"full_attention"}:
-        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
-    limit = min(filter(None, limits))
-    check_lengths(prompts, max_tokens, limit, f"model type {config.model_type!r} attends to")
-
-
-def hide(seen: Tensor, model) -> Tensor:
-    """The additive attention mask (B, 1, Q, K) of what each new token may see (B, Q, K)."""
-    return torch.where(seen, 0.0, HIDDEN).to(model.dtype)[:, None]
-
-
-def draw(logits: Tensor, rngs: list[random.Random | None], temperature: float) -> tuple[Tensor, Tensor]:
-    """A token for each row of logits (B, V), by inverting its cumulative distribution at a uniform number of
-    the row's own generator (None: a row that is done), and its log-prob (B,)."""
-    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        token = logits.argmax(-1)
-    else:
-        uniform = [0.0 if rng is None else rng.random() for rng in rngs]
-        uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
-        cumulative = logprobs.double().exp().cumsum(-1)
-        total = cumulative[:, -1:]
-        if total.isnan().any():
-            raise FloatingPointError("the policy's logits are not numbers: lower its learning rate")
-        # The first token whose cumulative probability exceeds u * total < total: its own is not 0
-        height = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-        token = torch.searchsorted(cumulative, height, right=True)[:, 0]
-    return token, logprobs.gather(-1, token[:, None])[:, 0]

@@ -1,9 +1,14 @@
-"""`python bench.py core`: playing and learning beside what others do for the same tokens.
+"""Measure rollouts and updates beside other programs on the same tokens: `python -m bench core`.
 
-Rollouts beside transformers' generate, an update on one row per episode beside one row per turn, a whole GRPO
-step beside TRL's GRPOTrainer, log-probs at a large vocabulary beside the plain formula, two adapters, and how
-the time of an update grows. Every model is random and in fp32, every ratio the median of repeats in which the
-two sides take turns. What an environment does in between is not measured here.
+    rollout        KVSampler beside transformers' generate
+    update         one row per episode (full context) beside one row per turn (window context)
+    GRPO step      rollout and update beside TRL's GRPOTrainer
+    log-probs      chunks beside the plain formula, at a large vocabulary
+    adapters       switching and copying two LoRA adapters
+    growth         the time of an update as episodes, turns or tokens grow
+
+All models are random and in fp32. Each ratio is the median over repeats, in which the two sides take turns.
+The time of the environments is not included.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import random
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,18 +37,21 @@ from model import chunk_of, token_logprobs
 from policy import Policy
 from sampler import KVSampler
 
-SYSTEM, OBSERVATION, ACTION = 60, 150, 15  # tokens of an ALFWorld episode's parts, the latter two each turn
+ROOT = Path(rspo.__file__).parent  # the project's folder
+SYSTEM = 60  # tokens of the system prompt, as in an ALFWorld episode
+OBSERVATION = 150  # tokens of a turn's observation
+ACTION = 15  # tokens of a turn's reply
 WORDS = tuple("".join(letters) for letters in itertools.product("bcdfghjklm", "aeiouy", "npqrstvwxz"))
 
 
 def random_policy(layers: int = 4, width: int = 256, **settings) -> Policy:
-    """600 words and five control tokens."""
-    sizes = {"layers": layers, "d_model": width, "intermediate": 4 * width, "max_length": 8192}
-    return Policy(tiny_base(WORDS, **sizes), learning_rate=1e-6, **settings)
+    """Return a policy of random weights. Its vocabulary has 600 words and five control tokens."""
+    base = tiny_base(WORDS, layers=layers, d_model=width, intermediate=4 * width, max_length=8192)
+    return Policy(base, learning_rate=1e-6, **settings)
 
 
-def compared(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """CPU-seconds of each side, taken in turn."""
+def compare(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Return the CPU-seconds of each repeat by side. The sides take turns."""
     seconds = {name: [] for name in sides}
     for _ in range(repeats):
         for name, call in sides.items():
@@ -50,48 +60,60 @@ def compared(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:
+    """Return the median over repeats of slow / fast."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def show(title: str, seconds: dict[str, list[float]]) -> None:
+def print_seconds(title: str, seconds: dict[str, list[float]]) -> None:
+    """Print the seconds of all repeats in one line."""
     parts = (f"{name} {' '.join(f'{value:.2f}' for value in values)}" for name, values in seconds.items())
     print(f"  {title}: {'; '.join(parts)}", flush=True)
 
 
-# --- playing ------------------------------------------------------------------------------------------------
+# --- rollouts -----------------------------------------------------------------------------------------------
 
-Texts = list[list[list[int]]]  # token ids of each episode's turns
+Texts = list[list[list[int]]]  # token ids by episode and turn
 
 
 def random_texts(policy: Policy, episodes: int, turns: int, observation: int = OBSERVATION) -> Texts:
-    """What an agent reads: the system prompt with the first observation, then the others."""
+    """Return random observations. The first of each episode starts with the system prompt."""
     rng, size = random.Random(0), policy.base.config.vocab_size
-    lengths = [SYSTEM + observation, *[observation] * (turns - 1)]
-    return [[[rng.randrange(5, size) for _ in range(n)] for n in lengths] for _ in range(episodes)]
+    texts = []
+    for _ in range(episodes):
+        lengths = [SYSTEM + observation] + [observation] * (turns - 1)
+        texts.append([[rng.randrange(5, size) for _ in range(length)] for length in lengths])
+    return texts
 
 
 def prompt_of(texts: list[list[int]], replies: list[list[int]], window: int | None) -> list[int]:
-    """The next turn's prompt: the whole history; or the system prompt and the last `window` turns. The latter
-    tells the turn's number, as verl-agent's does, so no prompt extends another."""
+    """Return the prompt of an episode's next turn.
+
+    window: None for the whole history. Otherwise the system prompt and the last `window` turns are shown, and
+        the first token is the turn's number, which verl-agent's prompts contain: no prompt extends another.
+    """
     turn = len(replies)
     first = 0 if window is None else max(0, turn - window)
-    past = itertools.chain(*(texts[t] + replies[t] for t in range(first, turn)))
-    prompt = [*(texts[0][:SYSTEM] if first else []), *past, *texts[turn]]
-    return prompt if window is None else [5 + turn, *prompt[1:]]
+    prompt = texts[0][:SYSTEM] if first else []
+    for t in range(first, turn):
+        prompt = prompt + texts[t] + replies[t]
+    prompt = prompt + texts[turn]
+    return prompt if window is None else [5 + turn] + prompt[1:]
 
 
-def play(texts: Texts, reply: Callable[[list[list[int]]], Texts], window: int | None = None) -> Texts:
-    """All episodes at once; `reply` answers the prompts of a turn."""
+def play(
+    texts: Texts, reply: Callable[[list[list[int]]], list[list[int]]], window: int | None = None
+) -> Texts:
+    """Play all episodes together and return their replies. `reply` answers the prompts of one turn."""
     replies = [[] for _ in texts]
     for _ in texts[0]:
-        prompts = [prompt_of(read, said, window) for read, said in zip(texts, replies, strict=True)]
-        for said, new in zip(replies, reply(prompts), strict=True):
-            said.append(new)
+        prompts = [prompt_of(texts[i], replies[i], window) for i in range(len(texts))]
+        for i, new in enumerate(reply(prompts)):
+            replies[i].append(new)
     return replies
 
 
-def ours(policy: Policy, texts: Texts) -> Texts:
-    """Greedy replies by KVSampler, the whole history in its cache. No token ends a reply."""
+def play_with_sampler(policy: Policy, texts: Texts) -> Texts:
+    """Return the greedy replies of KVSampler, which caches the whole history. No token ends a reply."""
     sampler, rngs = KVSampler(), [random.Random(0)] * len(texts)
     stop_ids, policy.chat.stop_ids = policy.chat.stop_ids, []
 
@@ -104,8 +126,8 @@ def ours(policy: Policy, texts: Texts) -> Texts:
     return replies
 
 
-def generated(policy: Policy, texts: Texts, window: int | None = None) -> Texts:
-    """The same by transformers' generate, which reads each prompt anew."""
+def play_with_generate(policy: Policy, texts: Texts, window: int | None = None) -> Texts:
+    """Return the greedy replies of transformers' generate, which reads each prompt from its beginning."""
     from transformers import GenerationConfig
 
     greedy = GenerationConfig(max_new_tokens=ACTION, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -120,39 +142,42 @@ def generated(policy: Policy, texts: Texts, window: int | None = None) -> Texts:
 
 
 def bench_rollout(policy: Policy, repeats: int) -> list[Goal]:
+    """Compare KVSampler with generate on 8 episodes of 10 turns."""
     texts, replies = random_texts(policy, 8, 10), {}
 
-    def side(name: str, roll: Callable[[], Texts]) -> Callable[[], None]:
-        return lambda: replies.update({name: roll()})
+    def keep(name: str, play_all: Callable[[], Texts]) -> Callable[[], None]:
+        """Return a call that plays and keeps the replies under this name."""
+        return lambda: replies.update({name: play_all()})
 
-    ours(policy, [read[:2] for read in texts])
-    generated(policy, [read[:2] for read in texts])
     sides = {
-        "ours": side("ours", lambda: ours(policy, texts)),
-        "generate, whole history": side("generate", lambda: generated(policy, texts)),
-        "generate, the last 2 turns": side("window", lambda: generated(policy, texts, 2)),
+        "ours": keep("ours", lambda: play_with_sampler(policy, texts)),
+        "generate, whole history": keep("generate", lambda: play_with_generate(policy, texts)),
+        "generate, the last 2 turns": keep("window", lambda: play_with_generate(policy, texts, 2)),
     }
-    seconds = compared(sides, repeats)
-    show("rollout of 8 episodes of 10 turns", seconds)
-    fast, whole, window = seconds.values()
+    short = [episode[:2] for episode in texts]  # a first call of each side, without its time
+    play_with_sampler(policy, short)
+    play_with_generate(policy, short)
+    seconds = compare(sides, repeats)
+    print_seconds("rollout of 8 episodes of 10 turns", seconds)
+    ours, whole, window = seconds.values()
     same = sum(a == b for a, b in zip(replies["ours"], replies["generate"], strict=True))
     return [
-        Goal("rollout: generate with the whole history / ours", ratio(whole, fast), "x", 4, True),
-        Goal("episodes of 8 with the same greedy tokens in both", same, "", 8, True),
-        Goal("rollout: generate with the last 2 turns / ours", ratio(window, fast), "x", 2, True),
+        Goal("rollout: generate with the whole history / ours", ratio(whole, ours), "x", at_least=4),
+        Goal("episodes of 8 with the same greedy tokens in both", same, "", at_least=8),
+        Goal("rollout: generate with the last 2 turns / ours", ratio(window, ours), "x", at_least=2),
     ]
 
 
-# --- learning -----------------------------------------------------------------------------------------------
+# --- updates ------------------------------------------------------------------------------------------------
 
 
-def played(policy: Policy, texts: Texts, window: int | None = None) -> list[Group]:
-    """A group as a rollout leaves it, its replies random, every other episode a success."""
+def random_group(policy: Policy, texts: Texts, window: int | None = None) -> list[Group]:
+    """Return a group like a rollout's, with random replies. Every second episode is a success."""
     rng, size, episodes = random.Random(1), policy.base.config.vocab_size, []
-    for i, read in enumerate(texts):
+    for i, observations in enumerate(texts):
         replies, steps = [], []
-        for turn in range(len(read)):
-            prompt = prompt_of(read, replies, window)
+        for turn in range(len(observations)):
+            prompt = prompt_of(observations, replies, window)
             replies.append([rng.randrange(5, size) for _ in range(ACTION)])
             steps.append(Step(prompt, replies[-1], [0.0] * ACTION, f"{turn}", "act", True))
         won = bool(i % 2)
@@ -160,62 +185,69 @@ def played(policy: Policy, texts: Texts, window: int | None = None) -> list[Grou
     return [Group("task", episodes)]
 
 
-def update(policy: Policy, groups: list[Group], optimizer_steps: int = 1) -> dict:
-    """GRPO on outcomes, without the reference model: old log-probs, advantages, gradients, AdamW."""
+def grpo_update(policy: Policy, groups: list[Group], optimizer_steps: int = 1) -> dict:
+    """Run one GRPO update on outcomes: old log-probs, advantages, gradients, AdamW; no reference model."""
     turns = sum(len(episode.steps) for group in groups for episode in group.trajectories)
     config = rspo.Config(method="outcome", kl_coef=0.0, minibatch_turns=turns // optimizer_steps)
     return rspo.update(policy, groups, [], "outcome", config, random.Random(0))
 
 
 def bench_update(policy: Policy, repeats: int) -> list[Goal]:
-    """Attention over whole episodes takes a share that shrinks with the width, so also at that of a 0.5B
-    model."""
-    goals, wide = [], random_policy(1, 896)
-    for agent, what, episodes in ((policy, "4 layers of 256", 8), (wide, "1 layer of 896", 2)):
+    """Compare an update on one row per episode with one on one row per turn.
+
+    Attention over whole episodes takes a share of the time that falls with the width. The second model has
+    the width of a 0.5B model.
+    """
+    goals = []
+    cases = [(policy, "4 layers of 256", 8), (random_policy(1, 896), "1 layer of 896", 2)]
+    for agent, model, episodes in cases:
         texts = random_texts(agent, episodes, 10)
-        whole, windows = played(agent, texts), played(agent, texts, 2)
-        update(agent, played(agent, random_texts(agent, 2, 2)))
+        whole, windows = random_group(agent, texts), random_group(agent, texts, 2)
+        grpo_update(agent, random_group(agent, random_texts(agent, 2, 2)))  # a first call, without its time
         sides = {
-            "a row an episode": functools.partial(update, agent, whole),
-            "a row a turn": functools.partial(update, agent, windows),
+            "a row an episode": functools.partial(grpo_update, agent, whole),
+            "a row a turn": functools.partial(grpo_update, agent, windows),
         }
-        seconds = compared(sides, repeats)
-        show(f"update on {episodes} episodes of 10 turns, {what}", seconds)
-        fast, slow = seconds.values()
-        goals.append(
-            Goal(f"update, {what}: a row a turn / a row an episode", ratio(slow, fast), "x", 2.5, True)
-        )
+        seconds = compare(sides, repeats)
+        print_seconds(f"update on {episodes} episodes of 10 turns, {model}", seconds)
+        per_episode, per_turn = seconds.values()
+        name = f"update, {model}: a row a turn / a row an episode"
+        goals.append(Goal(name, ratio(per_turn, per_episode), "x", at_least=2.5))
     return goals
 
 
 def bench_growth(policy: Policy, repeats: int) -> list[Goal]:
-    """Four times the episodes, turns or tokens of a turn: how a token's time in an update grows. 1 is linear,
-    4 quadratic, as attention alone is."""
-    goals, usual = [], {"episodes": 2, "turns": 10, "tokens": OBSERVATION}
-    sizes_of = {"episodes": (2, 4, 8), "turns": (5, 10, 20), "tokens": (75, 150, 300)}
-    for what, sizes in sizes_of.items():
-        groups = [played(policy, random_texts(policy, *(usual | {what: size}).values())) for size in sizes]
-        sides = {
-            f"{size}": functools.partial(update, policy, g) for size, g in zip(sizes, groups, strict=True)
-        }
-        seconds = compared(sides, repeats)
+    """Measure how the update's time per token grows with episodes, turns or tokens of a turn, times four.
+
+    A ratio of 1 is linear growth of the whole time. 4 is quadratic growth, which attention has.
+    """
+    goals = []
+    cases = {
+        "episodes": [(2, 10, 150), (4, 10, 150), (8, 10, 150)],  # episodes, turns, tokens of an observation
+        "turns": [(2, 5, 150), (2, 10, 150), (2, 20, 150)],
+        "tokens": [(2, 10, 75), (2, 10, 150), (2, 10, 300)],
+    }
+    for what, sizes in cases.items():
+        sides, tokens = {}, []
+        for episodes, turns, observation in sizes:
+            (group,) = random_group(policy, random_texts(policy, episodes, turns, observation))
+            name = f"{episodes} x {turns} x {observation}"
+            sides[name] = functools.partial(grpo_update, policy, [group])
+            tokens.append(sum(len(e.steps[-1].prompt_ids) + ACTION for e in group.trajectories))
+        seconds = compare(sides, repeats)
+        print_seconds(f"update as {what} grow, {tokens} tokens in all", seconds)
         small, _, large = seconds.values()
-        tokens = [
-            sum(len(e.steps[-1].prompt_ids) + ACTION for group in g for e in group.trajectories)
-            for g in groups
-        ]
-        show(f"update as {what} grow, {tokens} tokens in all", seconds)
-        name = f"update: time a token after 4 times the {what} / before"
         growth = ratio(large, small) * tokens[0] / tokens[-1]
-        goals.append(Goal(name, growth, "x", 1.2 if what == "episodes" else 2, False))
+        name = f"update: time a token after 4 times the {what} / before"
+        goals.append(Goal(name, growth, "x", at_most=1.2 if what == "episodes" else 2))
     return goals
 
 
-# --- a whole GRPO step beside TRL's -------------------------------------------------------------------------
+# --- a GRPO step beside TRL's -------------------------------------------------------------------------------
 
 
 def grpo_step(policy: Policy, sampler, prompts: list[str], settings: dict, rng: random.Random) -> dict:
-    """Texts in: tokens, replies, their rewards, and an update on them."""
+    """Run one GRPO step: tokenize the prompts, sample a group of replies to each, reward them, update."""
     size, groups = settings["group_size"], []
     ids = [policy.chat.encode(prompt) for prompt in prompts for _ in range(size)]
     rngs = [random.Random(rng.random()) for _ in ids]
@@ -228,19 +260,26 @@ def grpo_step(policy: Policy, sampler, prompts: list[str], settings: dict, rng: 
             step = Step(ids[i], samples[i].token_ids, samples[i].logprobs, "", action, True)
             episodes.append(Trajectory("", "", "", [step], rewards[i], False, StopReason.FINISHED))
         groups.append(Group(str(start), episodes))
-    return update(policy, groups, settings["optimizer_steps"])
+    return grpo_update(policy, groups, settings["optimizer_steps"])
 
 
 class Trl:
-    """TRL's trainer in a process of another Python: `seconds()` lets it take one step."""
+    """TRL's trainer in a process of another Python. Each call of `seconds()` has it take one step."""
 
     def __init__(self, python: str, folder: str, settings: dict):
-        command = [python, str(Path(__file__).with_name("bench_trl.py")), folder, json.dumps(settings)]
+        command = [python, "-m", even_tokens.__module__, folder, json.dumps(settings)]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
-        self.process = subprocess.Popen(command, text=True, **streams)
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
 
     def seconds(self) -> float:
+        """Return the CPU-seconds of one step. Raises RuntimeError if the process has ended."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
@@ -251,16 +290,17 @@ class Trl:
         raise RuntimeError(f"TRL's process ended: {self.errors.read()[-500:]}")
 
     def close(self) -> None:
-        self.process.stdin.close()  # it stops when no line comes
+        """End the process, which stops when its stdin ends."""
+        self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
         self.errors.close()
 
 
-def no_trl(python: str | None) -> str:
-    """Why TRL cannot be measured; "" if it can."""
+def missing_trl(python: str | None) -> str:
+    """Return the reason why TRL cannot be measured, or "" if it can."""
     if python is None:
-        return "give --trl PYTHON, of an environment made by requirements/trl.txt"
+        return "no --trl; give the Python of an environment with requirements/trl.txt"
     try:
         result = subprocess.run([python, "-c", "import torch, trl"], capture_output=True, text=True)
     except OSError as error:
@@ -269,9 +309,10 @@ def no_trl(python: str | None) -> str:
 
 
 def bench_step(python: str, repeats: int) -> list[Goal]:
-    """8 prompts of 64 tokens, 8 replies of 32 to each: as one optimizer step, and as two on 32 replies each.
+    """Compare a GRPO step with TRL's: 8 prompts of 64 tokens, 8 replies of 32 tokens to each.
 
-    With one, TRL takes the log-probs of the update itself for the old ones; with two it has to compute them.
+    A step has one optimizer step on all replies, or two on 32 replies each. With one, TRL uses the update's
+    own log-probs as the old ones; with two it has to compute the old ones separately.
     """
     goals, rng = [], random.Random(0)
     prompts = [" ".join(rng.choice(WORDS) for _ in range(64)) for _ in range(8)]
@@ -282,18 +323,18 @@ def bench_step(python: str, repeats: int) -> list[Goal]:
             policy.base.save(folder)
             for steps in (1, 2):
                 settings = {"rows": 64, "group_size": 8, "new_tokens": 32, "optimizer_steps": steps}
-                trl = Trl(python, folder, {**settings, "prompts": prompts})
+                trl = Trl(python, folder, settings | {"prompts": prompts})
                 step = functools.partial(grpo_step, policy, sampler, prompts, settings, rng)
                 trl.seconds()
                 step()
-                mine, theirs = [], []
+                ours, theirs = [], []
                 for _ in range(repeats):
-                    mine.append(cpu_seconds(step))
+                    ours.append(cpu_seconds(step))
                     theirs.append(trl.seconds())
                 trl.close()
-                what = f"GRPO step, {layers} layers of {width}, {steps} optimizer step{'s' * (steps > 1)}"
-                show(what, {"ours": mine, "TRL": theirs})
-                goals.append(Goal(f"{what}: TRL / ours", ratio(theirs, mine), "x", 2, True))
+                title = f"GRPO step, {layers} layers of {width}, {steps} optimizer step{'s' * (steps > 1)}"
+                print_seconds(title, {"ours": ours, "TRL": theirs})
+                goals.append(Goal(f"{title}: TRL / ours", ratio(theirs, ours), "x", at_least=2))
     return goals
 
 
@@ -301,50 +342,52 @@ def bench_step(python: str, repeats: int) -> list[Goal]:
 
 
 def kilobytes(name: str) -> int:
-    """VmRSS: this process's memory; VmHWM: its peak."""
+    """Return a value of /proc/self/status: VmRSS, this process's memory, or VmHWM, its peak."""
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
 
 
 def logprob_cost(plain: bool, tokens: int, width: int, vocabulary: int) -> tuple[float, float, list, list]:
-    """CPU-seconds forward and backward, GB beyond what was there, the log-probs, row sums of the gradient."""
+    """Measure log-probs, forward and backward, in this process.
+
+    plain: in one piece; otherwise in chunks.
+    Returns CPU-seconds, the GB above the memory before, the log-probs, and the row sums of the gradient.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     weight, hidden = torch.randn(vocabulary, width), torch.randn(tokens, width) / width**0.5
     hidden.requires_grad_()
     targets = torch.randint(vocabulary, (tokens,))
     chunk = tokens if plain else chunk_of(vocabulary)
-    values = []
-
-    def run() -> None:
-        logits_of = functools.partial(torch.nn.functional.linear, weight=weight)
-        (logprobs,) = token_logprobs(logits_of, hidden, targets, 1.0, chunk)
-        logprobs.sum().backward()
-        values.extend((logprobs.tolist(), hidden.grad.sum(1).tolist()))
-
-    before = kilobytes("VmRSS")
-    seconds = cpu_seconds(run)
-    return seconds, (kilobytes("VmHWM") - before) * 1024 / 1e9, *values
+    logits_of = functools.partial(torch.nn.functional.linear, weight=weight)
+    before, start = kilobytes("VmRSS"), time.process_time()
+    (logprobs,) = token_logprobs(logits_of, hidden, targets, 1.0, chunk)
+    logprobs.sum().backward()
+    seconds = time.process_time() - start
+    gigabytes = (kilobytes("VmHWM") - before) * 1024 / 1e9
+    return seconds, gigabytes, logprobs.tolist(), hidden.grad.sum(1).tolist()
 
 
 def bench_logprobs(
     repeats: int, tokens: int = 2048, width: int = 896, vocabulary: int = 151_936
 ) -> list[Goal]:
-    """The output layer of Qwen2.5-0.5B, frozen as it is under LoRA. Each run has a process of its own."""
-    seconds, memory = {"ours": [], "plain": []}, {}
-    values = {}
+    """Compare log-probs in chunks with the plain formula. Each run has its own process.
+
+    The output layer has the size of Qwen2.5-0.5B's, and is frozen as under LoRA.
+    """
+    seconds, memory, values = {"ours": [], "plain": []}, {}, {}
     for _ in range(repeats):
         for name in seconds:
             cost = apart(logprob_cost, name == "plain", tokens, width, vocabulary)
             seconds[name].append(cost[0])
             memory[name], values[name] = cost[1], torch.tensor(cost[2:])
-    show(f"log-probs of {tokens:,} tokens, forward and backward", seconds)
+    print_seconds(f"log-probs of {tokens:,} tokens, forward and backward", seconds)
     print(f"  extra memory: ours {memory['ours']:.2f} GB, plain {memory['plain']:.2f} GB")
-    apart_by = (values["ours"] - values["plain"]).abs().amax(1).tolist()
-    print(f"  largest difference: log-probs {apart_by[0]:.1e}, their gradient {apart_by[1]:.1e}")
+    differences = (values["ours"] - values["plain"]).abs().amax(1).tolist()
+    print(f"  largest difference: log-probs {differences[0]:.1e}, their gradient {differences[1]:.1e}")
     print(f"  time, ours / plain: {ratio(seconds['ours'], seconds['plain']):.2f} x", flush=True)
     return [
-        Goal(f"log-probs at {vocabulary:,} words: extra memory", memory["ours"], "GB", 0.3, False),
-        Goal("log-probs: largest difference to plain", max(apart_by), "", 1e-4, False),
+        Goal(f"log-probs at {vocabulary:,} words: extra memory", memory["ours"], "GB", at_most=0.3),
+        Goal("log-probs: largest difference to plain", max(differences), "", at_most=1e-4),
     ]
 
 
@@ -352,15 +395,16 @@ def bench_logprobs(
 
 
 def bench_adapters(repeats: int = 30) -> None:
+    """Print the time to switch between two adapters, and the time to copy one into the other."""
     policy = random_policy(lora_rank=16)
-    update(policy, played(policy, random_texts(policy, 2, 2)))  # so that there is an AdamW state
+    grpo_update(policy, random_group(policy, random_texts(policy, 2, 2)))  # AdamW has moments after an update
     explorer = policy.fork("explorer")
     sides = {
         "switch": lambda: (policy.activate(), explorer.activate()),
         "copy": lambda: explorer.copy_from(policy),
         "state": lambda: policy.load_state_dict(policy.state_dict()),
     }
-    milliseconds = {name: 1000 * statistics.median(times) for name, times in compared(sides, repeats).items()}
+    milliseconds = {name: 1000 * statistics.median(times) for name, times in compare(sides, repeats).items()}
     print(
         f"  two adapters of rank 16: a switch {milliseconds['switch'] / 2:.2f} ms, copying A and its AdamW "
         f"state into B {milliseconds['copy']:.2f} ms, through a state dict {milliseconds['state']:.2f} ms",
@@ -368,19 +412,22 @@ def bench_adapters(repeats: int = 30) -> None:
     )
 
 
-# --- all of it ----------------------------------------------------------------------------------------------
+# --- all benchmarks -----------------------------------------------------------------------------------------
 
 
 def bench_core(args: argparse.Namespace) -> int:
+    """Run all benchmarks of this file and print the table; return the exit status."""
     torch.set_num_threads(1)
-    reason = no_trl(args.trl)  # said now too, since all of it takes a quarter of an hour
-    if reason:
+    reason = missing_trl(args.trl)
+    if reason:  # printed before the other benchmarks, which take a quarter of an hour
         print(f"GRPO step beside TRL's: skipped, {reason}")
     print("CPU-seconds of one thread, fp32:", flush=True)
-    policy, repeats = random_policy(), args.repeats
-    goals = [*bench_rollout(policy, repeats), *bench_update(policy, repeats), *bench_growth(policy, repeats)]
+    policy = random_policy()
+    goals = bench_rollout(policy, args.repeats)
+    goals += bench_update(policy, args.repeats)
+    goals += bench_growth(policy, args.repeats)
     if not reason:
-        goals += bench_step(args.trl, repeats)
-    goals += bench_logprobs(repeats)
+        goals += bench_step(args.trl, args.repeats)
+    goals += bench_logprobs(args.repeats)
     bench_adapters()
     return conclude(goals, {"GRPO step: TRL / ours": reason} if reason else {})

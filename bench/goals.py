@@ -1,4 +1,4 @@
-"""How bench.py measures, and the table it prints."""
+"""Goals of the benchmarks: how times are measured, and the table of results."""
 
 from __future__ import annotations
 
@@ -11,38 +11,48 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table: what was measured against what it has to be."""
+    """One line of the table: a measured value and its bound. Exactly one of the two bounds is given."""
 
     name: str
     value: float
     unit: str  # "x", "ms", "MB", "s", ...
-    limit: float
-    at_least: bool  # else: at most
+    at_least: float | None = None
+    at_most: float | None = None
 
     @property
     def met(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
+        """True if the value is within its bound."""
+        return self.value <= self.at_most if self.at_least is None else self.value >= self.at_least
+
+    @property
+    def bound(self) -> str:
+        """The bound as text, for example ">= 4 x"."""
+        sign, limit = ("<=", self.at_most) if self.at_least is None else (">=", self.at_least)
+        return f"{sign} {limit:g} {self.unit}"
 
 
 def conclude(goals: list[Goal], skipped: dict[str, str] | None = None) -> int:
-    """Print the table, with what was not measured and why; the exit status: 1 when a goal is missed."""
+    """Print the table and return the exit status, which is 1 if a goal is missed.
+
+    skipped: the reason for each goal that was not measured.
+    """
     width = max(len(goal.name) for goal in goals)
     for goal in goals:
-        bound = f"{'>=' if goal.at_least else '<='} {goal.limit:g} {goal.unit}"
         verdict = "ok" if goal.met else "MISSED"
-        print(f"{goal.name:{width}}  {goal.value:10.3f} {goal.unit:3}  goal {bound:12}  {verdict}")
+        print(f"{goal.name:{width}}  {goal.value:10.3f} {goal.unit:3}  goal {goal.bound:12}  {verdict}")
     for name, reason in (skipped or {}).items():
         print(f"{name:{width}}  skipped: {reason}")
     return int(not all(goal.met for goal in goals))
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
+    """Return the CPU time of a call in seconds."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def apart(function: Callable, *arguments):
-    """The function's result, worked out in a fresh process, so its memory is its own."""
+    """Return the function's result, computed in a new process, so that its memory can be measured."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments).result()

@@ -1,10 +1,9 @@
-"""TRL's side of `python bench.py core --trl PYTHON`: whole GRPO steps of its GRPOTrainer, one when asked.
+"""TRL's side of `python -m bench core --trl PYTHON`: GRPO steps of its GRPOTrainer, one per request.
 
-Run by the Python of an environment of its own (requirements/trl.txt): `bench_trl.py FOLDER '{settings}'`.
-After each optimizer step it prints the CPU-seconds since it was last told to go on, and waits for a line on
-stdin. Its settings are the best that a user who knows it would choose here: fp32, a static cache, no gradient
-checkpointing, no reference model (beta 0), the rows of an optimizer step in one forward pass, nothing logged
-or saved.
+This file runs in its own Python environment (requirements/trl.txt), as `python -m bench.trl FOLDER SETTINGS`.
+It takes one step for each line that it reads from stdin, and then prints the CPU-seconds of the step. The
+settings are the fastest that a user who knows TRL would choose here: fp32, a static cache, no gradient
+checkpointing, no reference model (beta 0), one forward pass per optimizer step, and no logs or checkpoints.
 """
 
 from __future__ import annotations
@@ -15,24 +14,25 @@ import time
 
 
 def even_tokens(completion_ids: list[list[int]], **_) -> list[float]:
-    """The reward: the share of even token ids."""
+    """Return the reward of each reply: its share of even token ids."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def main(folder: str, settings: dict) -> None:
+    """Train the model in `folder` until stdin ends."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    rows, parts = settings["rows"], settings["optimizer_steps"]
+    rows, optimizer_steps = settings["rows"], settings["optimizer_steps"]
 
     class OnRequest(TrainerCallback):
-        """An update is `parts` optimizer steps on what was generated before the first of them."""
+        """Wait for a line after each update, which has `optimizer_steps` steps on one set of replies."""
 
         def on_step_end(self, args, state, control, **_):
-            if state.global_step % parts == 0:
+            if state.global_step % optimizer_steps == 0:
                 print(json.dumps({"seconds": time.process_time() - self.started}), flush=True)
                 self.wait(control)
 
@@ -54,9 +54,9 @@ def main(folder: str, settings: dict) -> None:
         learning_rate=1e-6,
         max_grad_norm=1.0,
         num_generations=settings["group_size"],
-        per_device_train_batch_size=rows // parts,
+        per_device_train_batch_size=rows // optimizer_steps,
         gradient_accumulation_steps=1,
-        steps_per_generation=parts,
+        steps_per_generation=optimizer_steps,
         max_completion_length=settings["new_tokens"],
         cache_implementation="static",
         max_steps=10**6,

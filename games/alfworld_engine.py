@@ -1,24 +1,28 @@
-"""An engine for ALFWorld's text games: what TextWorld's engine answers, in a fraction of its time.
+"""An engine for ALFWorld's text games. It gives the same answers as TextWorld's engine in much less time.
 
-`Game(path)` plays one `game.tw-pddl` (Shridhar et al. 2021). Two steps make it:
+`Game(path)` plays one `game.tw-pddl` (Shridhar et al. 2021), in two steps:
 
-1. `alfworld_translation.translate`, once for each game file: the libraries ground the planning task (Fast
-   Downward's translator) and parse the grammar of the sentences (TextWorld); the result is plain data. It
-   takes 0.2 to 1 s and is kept on disk (`cache_folder`), so the second process, and the second run, begin in
-   milliseconds.
-2. `_Table`, that data made playable. A state is two integers, one bit an atom. Which commands are possible is
-   worked out for all operators at once by bitwise logic, a sentence by walking its tree, and both are kept
-   for states already seen, up to a limit. Only Python integers, lists and strings take part, no planner
-   library: games cannot disturb each other, a dropped one leaves nothing, equal files share one table.
+1. `alfworld_translation.translate` runs once for each game file. The libraries ground the planning task (Fast
+   Downward's translator) and parse the grammar of the sentences (TextWorld). The result is plain data. This
+   takes 0.2 to 1 s. The data is cached on disk (`cache_folder`), so later processes start in milliseconds.
+2. `_Table` plays that data. A state is two integers with one bit for each atom. Bitwise operations find the
+   possible commands of all operators at once, and sentences are made by walking trees. The results are
+   remembered for states that were visited, up to a limit.
 
-What decides the text is kept exactly, also where it is odd: facts once denied stay known as denied, an entity
-cannot fill two places of one condition, and sentences hear of effects whose condition was not met.
-tests/compare_alfworld.py plays beside the stock engine.
+The engine needs only Python's integers, lists and strings, no planner library. Therefore games cannot
+influence each other, a closed game leaves nothing in memory, and equal files share one table.
+
+Three oddities of the stock engine decide its texts, so they are kept:
+* A sentence counts a fact as denied only after an effect made it false, not if it is false from the start.
+* One entity cannot take two places in one condition.
+* Sentences see the effects of an operator even if the condition of the effect is not met.
+
+tests/games/compare_alfworld.py compares this engine with the stock engine, step by step.
 
 Left out: planning (`policy_commands`, the experts), TextWorld's other information (score, facts, inventory),
-and what these games do not have, such as commands whose wording depends on the state (a ValueError says so).
+and features that these games do not use, such as commands whose text depends on the state (ValueError).
 
-    python alfworld_engine.py DIR --processes n     # translate every game below DIR beforehand
+    python -m games.alfworld_engine DIR --processes n     # translate every game below DIR beforehand
 """
 
 from __future__ import annotations
@@ -55,55 +59,60 @@ TASK_TYPES = (
 NOTHING = "Nothing happens."
 GAME_FILE = "game.tw-pddl"
 
-FORMAT = 1  # of the cached data; a change of what `translate` returns raises it
+FORMAT = 1  # version of the cached data; increase it when the result of `translate` changes
 PACKAGES = ("textworld", "alfworld", "fast-downward-textworld")
-N_TABLES = 64  # games kept playable in memory after their last Game is gone
-N_TRANSITIONS = 2000  # remembered in each game, about 1 MB
+N_TABLES = 64  # tables that stay in memory after their last game is closed
+N_TRANSITIONS = 2000  # transitions that a table remembers: about 1 MB
 
 
 @dataclass(frozen=True)
 class State:
-    """What a player sees. `won` is success; `done` says that the game has ended (here: by a win alone)."""
+    """The information that a player gets after a command."""
 
     text: str
-    admissible: list[str]  # in the stock engine's order: sorted
+    admissible: list[str]  # sorted, as in the stock engine
     won: bool
-    done: bool
+    done: bool  # the game has ended; only a win ends it, so this equals `won`
 
 
 class Game:
-    """One play of one game file. Games are independent of each other, also those of one file."""
+    """One play of one game file. Games are independent, even if they play the same file."""
 
     def __init__(self, path: str | os.PathLike, cache: str | os.PathLike | None = None):
-        """cache: the folder of translated games; by default `cache_folder()`.
+        """Load the game from the cache, or translate it.
 
-        ValueError: the file, which it names, is not such a game, or its path names none of the task types.
-        ImportError: ALFWorld is not installed; it says how to.
+        cache: the folder of translated games, by default `cache_folder()`.
+        Raises ValueError if the file is not an ALFWorld game or its path contains no task type, and
+        ImportError if ALFWorld is not installed.
         """
         self.path = os.path.abspath(path)
         self.task_type = task_type(self.path)
         self._table = _table(self.path, cache_folder() if cache is None else Path(cache))
         self._node = None
-        # Commands that win the game from its start, as stored in the file (empty: none are).
+        # Commands that win the game from its start. Empty if the file contains none.
         self.walkthrough: list[str] = list(self._table.walkthrough)
 
     def reset(self) -> State:
+        """Start the game again. Raises RuntimeError if the game is closed."""
         if self._table is None:
             raise RuntimeError(f"{self.path}: the game is closed")
         text, self._node = self._table.start()
         return self._state(text)
 
     def step(self, command: str) -> State:
-        """Carry out the command; what is not admissible changes nothing. A won game can be played on."""
+        """Carry out the command. A command that is not admissible changes nothing.
+
+        Commands still work after a win. Raises RuntimeError before the first `reset`.
+        """
         node = self._node
         if node is None:
-            raise RuntimeError(f"{self.path}: reset() comes before step()")
+            raise RuntimeError(f"{self.path}: call reset() before step()")
         command = command.strip()
         text, self._node = node.next.get(command) or self._table.follow(node, command)
         return self._state(text)
 
     def close(self) -> None:
-        """Let go of the game; it cannot be played any more."""
+        """Release the game. It cannot be played any more."""
         self._table = self._node = None
 
     def _state(self, text: str) -> State:
@@ -111,109 +120,123 @@ class Game:
 
 
 def task_type(path: str) -> str:
-    """Which of TASK_TYPES the path names: its last part that names one counts, not a folder further up."""
+    """Find the task type in the path: the last part of the path that contains one of TASK_TYPES decides."""
     for part in reversed(Path(path).parts):
         for name in TASK_TYPES:
             if name in part:
                 return name
-    raise ValueError(f"{path}: the path names none of the task types {', '.join(TASK_TYPES)}")
+    raise ValueError(f"{path}: the path contains none of the task types {', '.join(TASK_TYPES)}")
 
 
 # --- Play: states as bits -----------------------------------------------------------------------------------
 
 
 class _Node:
-    """One state of a game: its bits, what is possible in it, and the transitions that were taken from it."""
+    """One state of a game, and the transitions that were taken from it."""
 
     __slots__ = ("true", "denied", "applicable", "admissible", "won", "next")
 
-    def __init__(self, true, denied, applicable, admissible, won):
-        self.true, self.denied, self.applicable = true, denied, applicable
-        self.admissible, self.won = admissible, won
+    def __init__(self, true: int, denied: int, applicable: int, admissible: tuple[str, ...], won: bool):
+        self.true = true  # bits of the atoms that are true, without derived atoms
+        self.denied = denied  # bits of the atoms that an effect made false
+        self.applicable = applicable  # bits of the operators that are possible
+        self.admissible = admissible
+        self.won = won
         self.next = {}  # command -> (text, node)
 
 
 class _Table:
-    """A translated game, ready to be played; shared by all its games, which keep only their node.
+    """A translated game. All games of equal files share it and keep only their node.
 
-    Operators are numbered by their command's place in the alphabet, then in the planner's order: the set bits
-    of an applicable set, read upwards, are the admissible commands in the stock engine's order, and the first
-    applicable operator of a command is the one that the stock engine would carry out.
+    Operators are numbered in the order of their commands, then in the planner's order. So the bits of the
+    applicable operators, from the lowest, give the admissible commands in the stock engine's order. The first
+    applicable operator of a command is the one that the stock engine carries out.
     """
 
     def __init__(self, data: dict):
         self.walkthrough = data["walkthrough"]
         self._sentences = Sentences(data)
-        self._actions = [(s, [tuple(p) for p in placeholders]) for s, placeholders in data["actions"]]
+        self._actions = []  # (feedback, placeholders)
+        for feedback, placeholders in data["actions"]:
+            self._actions.append((feedback, [tuple(placeholder) for placeholder in placeholders]))
         self._commands = data["commands"]
-        self._place = dict(zip(self._commands, range(len(self._commands)), strict=True))
-        self._command_of, self._action_of = (array("i", data[key]) for key in ("command_of", "action_of"))
-        self._arguments, self._effects = _Rows(data["arguments"]), _Rows(data["effects"])
-        self._uncertain: dict[int, list] = {}
-        for number, body, code in data["uncertain"]:
-            self._uncertain.setdefault(number, []).append((*_condition_bits(body), code))
+        self._place = {command: place for place, command in enumerate(self._commands)}
+        self._command_of = array("i", data["command_of"])
+        self._action_of = array("i", data["action_of"])
+        self._arguments = _Rows(data["arguments"])
+        self._effects = _Rows(data["effects"])
+        self._uncertain: dict[int, list] = {}  # operator -> its conditional effects: (condition, literal)
+        for number, condition, literal in data["uncertain"]:
+            self._uncertain.setdefault(number, []).append((_Condition(condition), literal))
         self._index_conditions(_Rows(data["conditions"]))
-        self._goal = _condition_bits(data["goal"])
-        self._layers = [[(head, *_condition_bits(body)) for head, body in layer] for layer in data["axioms"]]
+        self._goal = _Condition(data["goal"])
+        self._layers = []  # the axioms by layer: (head, condition)
+        for layer in data["axioms"]:
+            self._layers.append([(head, _Condition(body)) for head, body in layer])
         self._default = _bits(data["default"])
         self._deniable = _bits(data["deniable"])
         self._beginning = _bits(data["start"])
         self._lock = threading.Lock()
-        self._nodes: dict[tuple[int, int], _Node] = {}
-        self._lists: dict[int, tuple[str, ...]] = {}
+        self._nodes: dict[tuple[int, int], _Node] = {}  # (true, denied) -> node
+        self._lists: dict[int, tuple[str, ...]] = {}  # applicable operators -> admissible commands
         self._n_transitions = 0
-        self._first = None
+        self._first = None  # (text, node) of the start
 
     def _index_conditions(self, conditions: _Rows) -> None:
-        """For each place in the list of a precondition, which operators ask for what there.
+        """Prepare the search for applicable operators. Sets of operators are bits.
 
-        self._places: [(operators that ask for nothing there, {true atom: operators that ask for it there})].
+        self._forbidden maps an atom to the operators that need it to be false. self._places has an entry for
+        the first required atom of each operator, one for the second, and so on: (operators that have no such
+        atom, {atom: operators that need it to be true}).
         """
         self._every = (1 << len(conditions)) - 1
-        self._unwanted: dict[int, int] = {}  # atom: operators that ask for it to be false
-        wanted: list[dict[int, int]] = []
+        self._forbidden: dict[int, int] = {}
+        self._places: list[tuple[int, dict[int, int]]] = []
+        required: list[dict[int, int]] = []
         for number, condition in enumerate(conditions):
             bit, place = 1 << number, 0
-            for code in condition:
-                atom = code >> 1
-                if not code % 2:
-                    self._unwanted[atom] = self._unwanted.get(atom, 0) | bit
+            for literal in condition:
+                atom = literal >> 1
+                if literal % 2 == 0:
+                    self._forbidden[atom] = self._forbidden.get(atom, 0) | bit
                     continue
-                if place == len(wanted):
-                    wanted.append({})
-                wanted[place][atom] = wanted[place].get(atom, 0) | bit
+                if place == len(required):
+                    required.append({})
+                required[place][atom] = required[place].get(atom, 0) | bit
                 place += 1
-        self._places = []
-        for operators_of in wanted:
-            free = self._every
+        self._tested = _bits(self._forbidden)  # the atoms in any condition
+        for operators_of in required:
+            without = self._every
             for operators in operators_of.values():
-                free &= ~operators
-            self._places.append((free, operators_of))
-        self._asked = _bits({*self._unwanted, *(atom for operators_of in wanted for atom in operators_of)})
+                without &= ~operators
+            self._places.append((without, operators_of))
+            self._tested |= _bits(operators_of)
 
     def start(self) -> tuple[str, _Node]:
-        """The text and the state at the beginning."""
+        """The text and the state at the start of the game."""
         with self._lock:
             if self._first is None:
                 node = self._node(self._beginning, 0)
-                self._first = self._sentences.derive([["rule", "intro"]], {}, node.true, node.denied), node
+                text = self._sentences.derive([["rule", "intro"]], {}, node.true, node.denied)
+                self._first = text, node
             return self._first
 
     def follow(self, node: _Node, command: str) -> tuple[str, _Node]:
-        """What the command answers in this state, and the state it leads to."""
+        """Carry out the command in this state. Returns the answer and the next state."""
         if command not in node.admissible:
             return NOTHING, node
         number = bisect.bisect_left(self._command_of, self._place[command])
         while not node.applicable >> number & 1:
             number += 1
         true, denied = node.true, node.denied
-        for code in self._effects[number]:
-            true, denied = _put(true, code), _put(denied, code ^ 1)
+        for literal in self._effects[number]:
+            true = _put(true, literal)
+            denied = _put(denied, literal ^ 1)  # the opposite literal
         if number in self._uncertain:
             before = self._with_axioms(node.true)
-            for positive, negative, code in self._uncertain[number]:
-                if before & positive == positive and not before & negative:
-                    true = _put(true, code)
+            for condition, literal in self._uncertain[number]:
+                if condition.holds(before):
+                    true = _put(true, literal)
         denied &= self._deniable
         feedback, placeholders = self._actions[self._action_of[number]]
         mapping = dict(zip(placeholders, self._arguments[number], strict=True))
@@ -226,56 +249,70 @@ class _Table:
         return result
 
     def _forget(self) -> None:
+        """Free all remembered states, so that the memory of a table stays limited."""
         for node in self._nodes.values():
             node.next = {}
         self._nodes.clear()
         self._lists.clear()
         self._n_transitions = 0
-        self._first = None  # or all that is reached from it would stay
+        self._first = None  # it would keep every state that was reached from it
 
     def _node(self, true: int, denied: int) -> _Node:
+        """The node of a state. It is made if the state is new."""
         node = self._nodes.get((true, denied))
         if node is None:
             known = self._with_axioms(true)
             applicable = self._applicable(known)
             if applicable not in self._lists:
-                names = dict.fromkeys(self._command_of[number] for number in _numbers(applicable))
-                self._lists[applicable] = tuple(self._commands[name] for name in names)
-            positive, negative = self._goal
-            won = known & positive == positive and not known & negative
-            node = _Node(true, denied, applicable, self._lists[applicable], won)
+                places = dict.fromkeys(self._command_of[number] for number in _numbers(applicable))
+                self._lists[applicable] = tuple(self._commands[place] for place in places)
+            node = _Node(true, denied, applicable, self._lists[applicable], self._goal.holds(known))
             self._nodes[true, denied] = node
         return node
 
     def _with_axioms(self, true: int) -> int:
-        """The state with its derived atoms: each layer's rules until nothing changes, then the next layer."""
+        """Add the derived atoms: layer by layer, apply the axioms until the state stays the same."""
         true |= self._default
-        for rules in self._layers:
+        for axioms in self._layers:
             before = None
             while before != true:
                 before = true
-                for head, positive, negative in rules:
-                    if true & positive == positive and not true & negative:
+                for head, condition in axioms:
+                    if condition.holds(true):
                         true = _put(true, head)
         return true
 
     def _applicable(self, true: int) -> int:
-        atoms = list(_numbers(true & self._asked))
+        """The operators that are possible in a state."""
+        atoms = list(_numbers(true & self._tested))
         blocked = 0
         for atom in atoms:
-            blocked |= self._unwanted.get(atom, 0)
+            blocked |= self._forbidden.get(atom, 0)
         applicable = self._every & ~blocked
-        for free, place in self._places:
-            met = free
+        for without, operators_of in self._places:
+            met = without
             for atom in atoms:
-                if atom in place:
-                    met |= place[atom]
+                if atom in operators_of:
+                    met |= operators_of[atom]
             applicable &= met
         return applicable
 
 
+class _Condition:
+    """A list of literals, 2 * atom + [true], that must all hold."""
+
+    __slots__ = ("positive", "negative")
+
+    def __init__(self, literals: list[int]):
+        self.positive = _bits(literal >> 1 for literal in literals if literal % 2)
+        self.negative = _bits(literal >> 1 for literal in literals if not literal % 2)
+
+    def holds(self, true: int) -> bool:
+        return true & self.positive == self.positive and not true & self.negative
+
+
 class _Rows:
-    """Lists of integers in one array: thousands of small objects less for each game."""
+    """Lists of integers, stored in one array: separate lists would be thousands of objects for each game."""
 
     def __init__(self, packed: list):
         self._flat, self._ends = array("i", packed[0]), array("i", packed[1])
@@ -300,64 +337,60 @@ def _bits(numbers: Iterable[int]) -> int:
     return bits
 
 
-def _put(bits: int, code: int) -> int:
-    """The literal's atom made what the literal says."""
-    return bits | 1 << (code >> 1) if code % 2 else bits & ~(1 << (code >> 1))
+def _put(bits: int, literal: int) -> int:
+    """Make the literal true: set or clear the bit of its atom."""
+    bit = 1 << (literal >> 1)
+    return bits | bit if literal % 2 else bits & ~bit
 
 
 def _numbers(bits: int):
-    """The places of the set bits, upwards."""
+    """Yield the places of the set bits, from the lowest."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
 
 
-def _condition_bits(codes: list[int]) -> tuple[int, int]:
-    """Of literals 2 * atom + [must be true]: the atoms that must be true, and those that must not."""
-    return _bits([code >> 1 for code in codes if code % 2]), _bits(
-        [code >> 1 for code in codes if not code % 2]
-    )
-
-
 # --- The cache: translated games in memory and on disk ------------------------------------------------------
 
-_tables: OrderedDict[str, _Table] = OrderedDict()  # the last N_TABLES games, by key
+_tables: OrderedDict[str, _Table] = OrderedDict()  # the N_TABLES tables that were used last, by key
 _tables_lock = threading.Lock()
 
 
 def cache_folder() -> Path:
-    """Where translated games are kept: $RSPO_CACHE/alfworld, or rspo/alfworld in the user's cache folder."""
+    """The folder of translated games: $RSPO_CACHE/alfworld, or rspo/alfworld in the user's cache folder."""
     if os.environ.get("RSPO_CACHE"):
         return Path(os.environ["RSPO_CACHE"]) / "alfworld"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rspo" / "alfworld"
 
 
 def forget() -> None:
-    """Let go of the translated games in memory; those on disk and those being played stay."""
+    """Free the translated games in memory. The files in the cache and games in play remain."""
     with _tables_lock:
         _tables.clear()
 
 
 def clear_cache(folder: str | os.PathLike | None = None) -> int:
-    """Forget the translated games, in memory and in the folder; how many files that removed.
+    """Remove the translated games from memory and from the folder. Returns the number of removed files.
 
-    A game takes some 40 kB, all 4,027 that ALFWorld has some 150 MB.
+    A file has about 40 kB. All 4,027 games of ALFWorld have about 150 MB.
     """
     forget()
-    files = [*Path(folder or cache_folder()).glob("*.game"), *Path(folder or cache_folder()).glob("*.part")]
+    folder = Path(folder or cache_folder())
+    files = [*folder.glob("*.game"), *folder.glob("*.part")]
     for file in files:
         file.unlink(missing_ok=True)
     return len(files)
 
 
 def check_installed() -> None:
-    """ImportError where ALFWorld is not installed; it says how to."""
+    """Raise ImportError, with the command to install it, if ALFWorld is not installed."""
     _versions()
 
 
 @functools.cache
 def _versions() -> str:
+    """The versions of the packages that a translation depends on, as part of the cache's key."""
     try:
         return " ".join(f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES)
     except importlib.metadata.PackageNotFoundError as error:
@@ -366,6 +399,7 @@ def _versions() -> str:
 
 
 def _table(path: str, folder: Path) -> _Table:
+    """The table of a game file: from memory, from the folder, or translated."""
     content = Path(path).read_bytes()
     key = hashlib.sha256(f"{FORMAT} {_versions()}\n".encode() + content).hexdigest()
     with _tables_lock:
@@ -386,10 +420,12 @@ def _build(path: str, content: bytes, file: Path) -> _Table:
         try:
             return _Table(data)
         except (LookupError, TypeError, ValueError) as error:
-            warnings.warn(f"{file}: not a translated game ({error!r}); translating again", stacklevel=4)
+            warnings.warn(
+                f"{file}: not a translated game ({error!r}); the game is translated again", stacklevel=4
+            )
     text = json.dumps(_translated(path, content), separators=(",", ":")).encode()
     _save(file, text)
-    return _Table(json.loads(text))  # from the text, as the next process will
+    return _Table(json.loads(text))  # the same lists as a later process reads from the file
 
 
 def _translated(path: str, content: bytes) -> dict:
@@ -397,17 +433,17 @@ def _translated(path: str, content: bytes) -> dict:
         return translate(json.loads(content))
     except ImportError:
         raise
-    except (Exception, SystemExit) as error:  # the libraries' parsers raise all sorts, and exit
-        raise ValueError(f"{path}: not a game that can be played: {_brief(error)}") from error
+    except (Exception, SystemExit) as error:  # the libraries' parsers raise many kinds of errors, and exit
+        raise ValueError(f"{path}: this file cannot be translated: {_brief(error)}") from error
 
 
 def _brief(error: BaseException) -> str:
-    """In a line: some of the parsers' errors hold the whole file."""
+    """Shorten an error to one line. Some errors of the parsers contain the whole file."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
 
 
 def _load(file: Path) -> dict | None:
-    """The data of a cache file; None when there is none, or a damaged one."""
+    """Read a file of the cache. Returns None if it is missing or damaged."""
     try:
         stored = file.read_bytes()
     except FileNotFoundError:
@@ -417,13 +453,13 @@ def _load(file: Path) -> dict | None:
         return None
     digest, packed = stored[:32], stored[32:]
     if hashlib.sha256(packed).digest() != digest:
-        warnings.warn(f"{file}: damaged; translating the game again", stacklevel=5)
+        warnings.warn(f"{file}: damaged; the game is translated again", stacklevel=5)
         return None
     return json.loads(zlib.decompress(packed))
 
 
 def _save(file: Path, text: bytes) -> None:
-    """Write a cache file whole or not at all: other processes may be writing the same one."""
+    """Write a file of the cache. It appears only when it is complete, as other processes may write it too."""
     packed = zlib.compress(text)
     part = None
     try:
@@ -434,7 +470,7 @@ def _save(file: Path, text: bytes) -> None:
     except OSError as error:
         if part is not None:
             Path(part.name).unlink(missing_ok=True)
-        _warn_once(file.parent, f"translated games cannot be kept: {error.strerror}")
+        _warn_once(file.parent, f"translated games cannot be stored: {error.strerror}")
 
 
 _warned: set[Path] = set()
@@ -450,7 +486,7 @@ def _warn_once(folder: Path, problem: str) -> None:
 
 
 def _warm(path: str) -> str | None:
-    """Translate one game into the cache; the complaint, if it cannot be."""
+    """Translate one game into the cache. Returns the error message if that fails."""
     try:
         Game(path).close()
     except (ValueError, OSError) as error:
@@ -459,6 +495,7 @@ def _warm(path: str) -> str | None:
 
 
 def main() -> int:
+    """Translate every game below a folder. Returns the exit status: 1 if a game failed."""
     from concurrent.futures import ProcessPoolExecutor
 
     parser = argparse.ArgumentParser(
@@ -477,10 +514,11 @@ def main() -> int:
     if not paths:
         parser.error(f"no {GAME_FILE} below {args.folder}")
     with ProcessPoolExecutor(args.processes) as pool:
-        complaints = [complaint for complaint in pool.map(_warm, paths, chunksize=8) if complaint]
-    print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
-    print(f"{len(paths) - len(complaints)} of {len(paths)} games can be played; the cache: {cache_folder()}")
-    return int(bool(complaints))
+        errors = [error for error in pool.map(_warm, paths, chunksize=8) if error]
+    for error in errors:
+        print(error, file=sys.stderr)
+    print(f"{len(paths) - len(errors)} of {len(paths)} games are in the cache {cache_folder()}")
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A scripted player of ALFWorld: its notebook, and the demonstrations of a warm start.
+"""A scripted player of ALFWorld: notes for prompts, and demonstrations for the warm start.
 
-`Notebook` holds what an attentive player would have written down. It is read from observations and admissible
-commands alone, so it goes into prompts: the tiny model sees one past turn and would otherwise not know where
-it has searched. `Walkthrough` plays a game's stored solution the way someone would who has to search: with
-detours to places that hold nothing, and with repairs after a mistake. It knows what is hidden and is asked
-for demonstrations alone. The wordings are those of alfworld 0.4.
+`Notebook` keeps notes of an episode. It reads only observations and admissible commands, so the notes may
+stand in prompts. The tiny model needs them: it sees one past turn and would not know where it has searched.
+
+`Walkthrough` plays the stored solution of a game as if it had to search: it visits wrong places first, and it
+repairs mistakes. It knows hidden facts, so it is used only for demonstrations.
+
+The texts are parsed as alfworld 0.4 writes them.
 """
 
 from __future__ import annotations
@@ -13,27 +15,28 @@ import random
 import re
 
 NOTHING = "Nothing happens."
-DETOURS = (0, 0, 1, 2, 3, 4, 6, 9)  # places searched in vain before a hidden object is found: one is drawn
+DETOURS = (0, 0, 1, 2, 3, 4, 6, 9)  # the number of wrong places to search first is drawn from these
 LISTING = re.compile(r"(?:On the (\S+ \d+)|The (\S+ \d+) is open\. In it), you see (.*)")
 CHANGES = re.compile(r"You (pick up|move|clean|heat|cool) the (\S+ \d+) (?:from|to|using) the (\S+ \d+)\.")
 STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 
 
 class Notebook:
-    """What one episode has shown. Names are ALFWorld's: "mug 1", "cabinet 4"."""
+    """Notes of what one episode has shown. Names are ALFWorld's: "mug 1", "cabinet 4"."""
 
     def __init__(self, task: str, admissible: list[str]):
-        self.sought = set(task.split())  # types of things that the task names
+        """Start the notes of an episode with its task and the commands that are admissible at its start."""
+        self.sought = set(task.split())  # among these words are the types of the things that the task names
         self.places = [
             command.removeprefix("go to ") for command in admissible if command.startswith("go to ")
         ]
-        self.contents: dict[str, list[str]] = {}  # of the places seen, inside too
-        self.states: dict[str, set[str]] = {}
+        self.contents: dict[str, list[str]] = {}  # place -> things, for places whose contents were seen
+        self.states: dict[str, set[str]] = {}  # thing -> {"clean", "hot", "cool"}
         self.held = ""
         self.here = ""
 
     def read(self, text: str, admissible: list[str]) -> None:
-        """Take down what a command's answer says, and what the commands now offered give away."""
+        """Note what the answer to a command says, and what the admissible commands show."""
         if arrived := re.match(r"You arrive at (\S+ \d+)\.", text):
             self.here = arrived[1]
         if listing := LISTING.search(text):
@@ -48,45 +51,54 @@ class Notebook:
                 self.contents.setdefault(place, []).append(thing)
             else:
                 states = self.states.setdefault(thing, set())
-                states -= {"hot", "cool"} if verb != "clean" else set()
+                if verb != "clean":
+                    states -= {"hot", "cool"}
                 states.add(STATE[verb])
-        for command in admissible:  # places that stand together are all in reach, though one is described
+        for command in admissible:  # several places can be in reach, but a text describes only one of them
             if command.startswith("take "):
                 thing, _, place = command.removeprefix("take ").partition(" from ")
                 if thing not in self.contents.setdefault(place, []):
                     self.contents[place].append(thing)
 
     def place_of(self, thing: str) -> str | None:
+        """The first noted place that contains the thing, or None."""
         return next((place for place, things in self.contents.items() if thing in things), None)
 
     def text(self) -> str:
-        """Where to search still, where what the task names was seen, what is held."""
+        """The notes for a prompt: places to search, places of things that the task names, the held thing.
+
+        Example: "search desk 1 drawer 1; seen mug 2 in fridge 1; holding hot mug 1".
+        """
         out = []
         if left := [place for place in self.places if place not in self.contents]:
             out.append("search " + " ".join(left))
-        seen = [
-            f"{' '.join([*sorted(self.states.get(thing, ())), thing])} in {place}"
-            for place, things in self.contents.items()
-            for thing in things
-            if thing.split()[0] in self.sought
-        ]
+        seen = []
+        for place, things in self.contents.items():
+            for thing in things:
+                if thing.split()[0] in self.sought:
+                    seen.append(f"{self._described(thing)} in {place}")
         if seen:
             out.append("seen " + ", ".join(seen))
         if self.held:
-            out.append("holding " + " ".join([*sorted(self.states.get(self.held, ())), self.held]))
+            out.append("holding " + self._described(self.held))
         return "; ".join(out)
+
+    def _described(self, thing: str) -> str:
+        """The thing with its states, such as "clean hot mug 1"."""
+        return " ".join([*sorted(self.states.get(thing, ())), thing])
 
 
 class Walkthrough:
-    """Plays a game's stored solution, searching on the way; `next` gives the command for the present state.
+    """A player that follows the stored solution of a game, but searches like a player without it.
 
-    Of the solution only the commands that change things count; the ways between them are found again, so that
-    a player who was led astray by a mistake comes back to it.
+    The plan keeps only the commands that change things. The player finds the ways between them itself, so it
+    can continue after a mistake led it elsewhere.
     """
 
     def __init__(self, commands: list[str], places: list[str], rng: random.Random):
+        """Make the plan from the stored commands, and draw how many of the places to search first."""
         self.plan: list[str] = []
-        self.spots: list[str] = []  # where each is carried out: "use" names no place
+        self.spots: list[str] = []  # the place of each command of the plan, as "use" names none
         spot = ""
         for command in commands:
             if command.startswith("go to "):
@@ -94,16 +106,17 @@ class Walkthrough:
             elif not command.startswith("open "):
                 self.plan.append(command)
                 self.spots.append(spot)
-        self.done = 0  # commands of the plan carried out
-        self.detours = places[: rng.choice(DETOURS)]  # in the notes' order: a search that can be learned
+        self.done = 0  # the number of commands of the plan that were carried out
+        self.detours = places[: rng.choice(DETOURS)]  # in the order of the notes, which a model can learn
 
     def heard(self, command: str, text: str) -> None:
-        """Note that a command was carried out."""
+        """Count the command as done if it is the next one of the plan and had an effect."""
         if self.done < len(self.plan) and command == self.plan[self.done] and text != NOTHING:
             self.done += 1
 
     def next(self, notes: Notebook, admissible: list[str]) -> str:
-        if self.done == len(self.plan):  # something was undone since: once more from the start
+        """The command for the present state."""
+        if self.done == len(self.plan):  # the game is not won, so something was undone: start the plan again
             self.done = 0
         verb, thing, place = self._parts(self.plan[self.done])
         if verb == "take" and notes.held == thing:
@@ -116,10 +129,10 @@ class Walkthrough:
         needed = "" if verb == "take" else self._object_held(verb)
         if notes.held and notes.held != needed:
             return self._put_down(notes, admissible)
-        if needed and not notes.held:  # it was put down on the way
+        if needed and not notes.held:  # the thing was put down on the way
             verb, thing, place = "take", needed, notes.place_of(needed) or place
         if verb == "take":
-            if thing not in notes.contents.get(place, [thing]):  # a few are listed in two places
+            if thing not in notes.contents.get(place, [thing]):  # some things are listed in two places
                 place = notes.place_of(thing) or place
             return self._at(place, f"take {thing} from {place}", admissible)
         if verb == "use":
@@ -127,22 +140,24 @@ class Walkthrough:
         return self._at(place, self.plan[self.done], admissible)
 
     def _parts(self, command: str) -> tuple[str, str, str]:
-        """(verb, thing, place) of a command of the plan; "use" has no place."""
+        """Split a command of the plan into (verb, thing, place). The place of "use" is ""."""
         verb, _, rest = command.partition(" ")
         thing, _, place = re.sub(r" (?:from|to|with) ", "|", rest).partition("|")
         return verb, thing, place
 
     def _object_held(self, verb: str) -> str:
-        """What is in hand at this point of the plan."""
+        """The thing that the player must hold for the next command of the plan, or ""."""
         if verb != "use":
             return self._parts(self.plan[self.done])[1]
         takes = [command for command in self.plan[: self.done] if command.startswith("take ")]
         return self._parts(takes[-1])[1] if takes else ""
 
     def _seen_instead(self, thing: str, place: str, notes: Notebook) -> tuple[str, str]:
-        """Another thing of the same kind that was seen on the way replaces a hidden one throughout the plan;
-        what to take, and where. Not where the plan ends before it is put anywhere: one of its kind lies there
-        already."""
+        """Replace a hidden thing in the plan by one of the same kind that was seen. Returns (thing, place).
+
+        The thing is not replaced if the plan ends before it is moved or used. Then the target contains one of
+        its kind already, and only the thing of the plan is known to win.
+        """
         if not self.plan[-1].startswith(("move ", "use ")):
             return thing, place
         kind = thing.split()[0]
@@ -158,7 +173,7 @@ class Walkthrough:
         return thing, place
 
     def _detour(self, notes: Notebook, admissible: list[str]) -> str | None:
-        """A step of the search in the wrong places; None when it is over."""
+        """The next command of the search in wrong places, or None after the last of them."""
         while self.detours:
             place = self.detours[0]
             if place not in notes.contents:
@@ -170,14 +185,18 @@ class Walkthrough:
         return None
 
     def _put_down(self, notes: Notebook, admissible: list[str]) -> str:
-        """Get rid of what is held by mistake: here, or at the next place that takes it."""
+        """Put down a wrong thing: here, or at the next place where that is possible."""
         after = notes.places.index(notes.here) + 1 if notes.here in notes.places else 0
         ways = [f"go to {place}" for place in notes.places[after:] + notes.places[:after]]
-        starts = (f"move {notes.held} to ", f"open {notes.here}", *ways)
-        commands = (command for start in starts for command in admissible if command.startswith(start))
-        return next(commands, "look")
+        for start in [f"move {notes.held} to ", f"open {notes.here}", *ways]:
+            for command in admissible:
+                if command.startswith(start):
+                    return command
+        return "look"
 
     def _at(self, place: str, command: str, admissible: list[str]) -> str:
-        """The command, or what must come before it: going there, opening."""
-        steps = (command, f"open {place}", f"go to {place}")
-        return next((step for step in steps if step in admissible), "look")
+        """The command at the place, or the step that must come before it: open the place, or go there."""
+        for step in (command, f"open {place}", f"go to {place}"):
+            if step in admissible:
+                return step
+        return "look"

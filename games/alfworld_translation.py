@@ -1,8 +1,9 @@
-"""An ALFWorld game file as plain data, and the sentences made of that data (alfworld_engine.py plays it).
+"""Translate an ALFWorld game file to plain data, and make sentences from that data.
 
-`translate` lets the libraries do once what the stock engine does at every reset: Fast Downward's translator
-grounds the planning task, TextWorld parses the grammar. What it returns is JSON: operators, axioms, goal, the
-facts that sentences speak of, the sentences as small trees. `Sentences` walks those trees.
+`translate` calls the libraries once. Without it, the stock engine repeats this work at every reset: Fast
+Downward's translator grounds the planning task, and TextWorld parses the grammar of the sentences. The result
+is JSON: operators, axioms, the goal, the facts that sentences query, and the sentences as small trees.
+`Sentences` walks these trees. alfworld_engine.py plays the game.
 """
 
 from __future__ import annotations
@@ -15,45 +16,70 @@ import json
 import re
 import sys
 import threading
+from dataclasses import dataclass
+from typing import NamedTuple
 
 # --- Sentences: the grammar's trees, walked with the facts of a state ---------------------------------------
+
+
+class _Predicate(NamedTuple):
+    """One predicate of a query, with the facts that can answer it."""
+
+    negative: bool  # the query demands that the fact is denied
+    placeholders: list[tuple]  # (name, type)
+    facts: list[tuple]  # (entities, atom) in the order in which they are tried; atom -1: always true
+    index: dict[tuple, dict]  # places of bound placeholders -> {their entities: the facts}, filled on demand
 
 
 class Sentences:
     """The grammar of one game.
 
-    A sentence is a list of symbols: ["text", t], ["rule", name], ["each", symbol, query or None] and
-    ["list", an "each"]; the symbol inside an "each" is a rule or ["value", expression]. `mapping` says which
-    entity each placeholder (name, type) stands for. `true` and `denied` are the state's bits; None: only what
-    never changes may be asked.
+    A sentence is a list of symbols: ["text", t], ["rule", name], ["each", symbol, query or None], or ["list",
+    symbol], whose symbol is an "each". The symbol in an "each" is a rule or ["value", expression]; it is
+    repeated for each answer to the query. A query is a list of predicates that must all hold.
+
+    `mapping` maps placeholders, (name, type), to entities. `true` and `denied` are sets of atoms as bits: the
+    atoms that are true, and those that were denied. With None, a query of an atom raises ValueError.
     """
 
     def __init__(self, data: dict):
         self._entities = data["entities"]
         self._rules = data["rules"]
         self._queries = data["queries"]
-        self._facts = {(name, tuple(types)): flat for name, types, flat in data["facts"]}
-        self._plans: dict[int, list] = {}  # made when first asked for, and shared where predicates are equal
-        self._known: dict[tuple, tuple] = {}
+        self._flat_facts = {(name, tuple(types)): flat for name, types, flat in data["facts"]}
+        self._predicates: dict[int, list[_Predicate]] = {}  # by query, filled on demand
+        self._facts: dict[tuple, tuple] = {}  # equal predicates share their facts and the index of them
 
-    def _plan(self, query: int) -> list:
-        """For each predicate: whether it asks for a denial, placeholders, facts in order, their index."""
-        plan = []
-        for name, placeholders, signatures in self._queries[query]:
-            key = name, tuple(map(tuple, signatures))
-            if key not in self._known:
-                facts = []
-                for types in key[1]:
-                    flat, width = self._facts[name.removeprefix("not_"), types], len(types) + 1
-                    rows = zip(*(flat[i::width] for i in range(width)), strict=True)
-                    facts += [(arguments, atom) for *arguments, atom in rows]
-                if name.startswith("not_"):
-                    facts = [fact for fact in facts if fact[1] >= 0]
-                self._known[key] = facts, {}
-            plan.append((name.startswith("not_"), [tuple(p) for p in placeholders], *self._known[key]))
-        return plan
+    def _predicates_of(self, query: int) -> list[_Predicate]:
+        if query not in self._predicates:
+            self._predicates[query] = []
+            for name, placeholders, signatures in self._queries[query]:
+                facts, index = self._facts_of(name, signatures)
+                placeholders = [tuple(placeholder) for placeholder in placeholders]
+                predicate = _Predicate(name.startswith("not_"), placeholders, facts, index)
+                self._predicates[query].append(predicate)
+        return self._predicates[query]
+
+    def _facts_of(self, name: str, signatures: list) -> tuple[list, dict]:
+        """The facts of a predicate with these argument types, and their index."""
+        key = name, tuple(map(tuple, signatures))
+        if key not in self._facts:
+            facts = []
+            for types in key[1]:
+                flat, width = self._flat_facts[name.removeprefix("not_"), types], len(types) + 1
+                for start in range(0, len(flat), width):
+                    *entities, atom = flat[start : start + width]
+                    if atom >= 0 or not name.startswith("not_"):
+                        facts.append((entities, atom))
+            self._facts[key] = facts, {}
+        return self._facts[key]
 
     def derive(self, symbols: list, mapping: dict, true: int | None, denied: int | None) -> str:
+        """Make the text of a sentence.
+
+        Raises ValueError if no alternative of a rule applies, or if the sentence depends on the state and
+        `true` or `denied` is None.
+        """
         parts = []
         for symbol in symbols:
             kind = symbol[0]
@@ -64,12 +90,12 @@ class Sentences:
             elif kind == "each":
                 parts += self._each(symbol, mapping, true, denied)
             else:
-                parts.append(
-                    self._listed(self._each(symbol[1], mapping, true, denied), mapping, true, denied)
-                )
+                items = self._each(symbol[1], mapping, true, denied)
+                parts.append(self._listed(items, mapping, true, denied))
         return "".join(parts)
 
     def _rule(self, name: str, mapping: dict, true: int | None, denied: int | None) -> str:
+        """The first alternative whose query has an answer."""
         for query, symbols in self._rules.get(name, ()):
             if query is None or next(self._answers(query, mapping, true, denied), None) is not None:
                 return self.derive(symbols, mapping, true, denied)
@@ -88,9 +114,8 @@ class Sentences:
         if len(items) == 1:
             return items[0]
         separator = self._rule("list_separator", mapping, true, denied)
-        return (
-            separator.join(items[:-1]) + self._rule("list_last_separator", mapping, true, denied) + items[-1]
-        )
+        last_separator = self._rule("list_last_separator", mapping, true, denied)
+        return separator.join(items[:-1]) + last_separator + items[-1]
 
     def _value(self, expression: list, variables: dict):
         kind, *rest = expression
@@ -101,193 +126,362 @@ class Sentences:
         if kind == "or":
             values = [self._value(part, variables) for part in rest]
             return next((value for value in values if value), values[-1])
-        id_, type_, name = self._entities[variables[rest[0]]]
-        return {"id": id_, "type": type_, "name": name, "definite": "the", "indefinite": "a"}[rest[1]]
+        variable, attribute = rest
+        id_, type_, name = self._entities[variables[variable]]
+        return {"id": id_, "type": type_, "name": name, "definite": "the", "indefinite": "a"}[attribute]
 
     def _answers(self, query: int, mapping: dict, true: int | None, denied: int | None):
-        """The mappings that extend `mapping` so that all the query's predicates hold, in a fixed order."""
-        if query not in self._plans:
-            self._plans[query] = self._plan(query)
-        return self._search(self._plans[query], 0, mapping, set(mapping.values()), true, denied)
+        """Yield the mappings that extend `mapping` so that the query holds, in a fixed order."""
+        predicates = self._predicates_of(query)
+        return self._search(predicates, 0, mapping, set(mapping.values()), true, denied)
 
-    def _search(self, plan: list, depth: int, mapping: dict, used: set, true: int | None, denied: int | None):
-        if depth == len(plan):
+    def _search(self, predicates: list, depth: int, mapping: dict, used: set, true, denied):
+        """Yield the answers to the predicates from `depth` on, by backtracking."""
+        if depth == len(predicates):
             yield mapping
             return
-        negative, placeholders, facts, index = plan[depth]
-        bits = denied if negative else true
-        bound = tuple(i for i, placeholder in enumerate(placeholders) if placeholder in mapping)
-        if bound:
-            if bound not in index:
-                index[bound] = found = {}
-                for fact in facts:
-                    found.setdefault(tuple(fact[0][i] for i in bound), []).append(fact)
-            facts = index[bound].get(tuple(mapping[placeholders[i]] for i in bound), ())
-        for arguments, atom in facts:
+        predicate = predicates[depth]
+        bits = denied if predicate.negative else true
+        for entities, atom in self._candidates(predicate, mapping):
             if atom >= 0:
                 if bits is None:
-                    raise ValueError("a command that depends on the state of the game")
+                    raise ValueError("the text of a command depends on the state of the game")
                 if not bits >> atom & 1:
                     continue
-            new = {}
-            for placeholder, entity in zip(placeholders, arguments, strict=True):
-                known = mapping.get(placeholder, new.get(placeholder))
-                if known is None:
-                    if entity in used or entity in new.values():
-                        break
-                    new[placeholder] = entity
-                elif known != entity:
-                    break
-            else:
-                extended = {**mapping, **new} if new else mapping
-                yield from self._search(plan, depth + 1, extended, used | set(new.values()), true, denied)
+            new = _bound(predicate.placeholders, entities, mapping, used)
+            if new is not None:
+                extended = mapping | new if new else mapping
+                yield from self._search(
+                    predicates, depth + 1, extended, used | set(new.values()), true, denied
+                )
+
+    def _candidates(self, predicate: _Predicate, mapping: dict) -> list[tuple]:
+        """The facts that agree with the placeholders that are bound already."""
+        placeholders = predicate.placeholders
+        bound = tuple(i for i, placeholder in enumerate(placeholders) if placeholder in mapping)
+        if not bound:
+            return predicate.facts
+        if bound not in predicate.index:
+            found: dict[tuple, list] = {}
+            for fact in predicate.facts:
+                found.setdefault(tuple(fact[0][i] for i in bound), []).append(fact)
+            predicate.index[bound] = found
+        return predicate.index[bound].get(tuple(mapping[placeholders[i]] for i in bound), [])
+
+
+def _bound(placeholders: list[tuple], entities: list[int], mapping: dict, used: set) -> dict | None:
+    """Bind the placeholders to the entities: the new bindings, or None if that is impossible.
+
+    It is impossible if a placeholder is bound to another entity, or if the entity has another placeholder.
+    """
+    new: dict[tuple, int] = {}
+    for placeholder, entity in zip(placeholders, entities, strict=True):
+        known = mapping.get(placeholder, new.get(placeholder))
+        if known is None:
+            if entity in used or entity in new.values():
+                return None
+            new[placeholder] = entity
+        elif known != entity:
+            return None
+    return new
 
 
 # --- Translation: by the libraries --------------------------------------------------------------------------
 
-_TRANSLATING = threading.Lock()  # the libraries' parsers and options are global
+_TRANSLATING = threading.Lock()  # the parsers and options of the libraries are global
+
+
+@dataclass
+class _Task:
+    """A grounded planning task and the grammar of its sentences. An atom is (predicate, arguments)."""
+
+    variables: list[tuple]  # the atoms that can change: (atom, axiom layer); layer -1: not derived
+    start: list[int]  # the value of each variable at the start
+    goal: list[tuple]  # goal, operators and axioms have the form that `_read_sas` returns
+    operators: list[tuple]
+    axioms: list[tuple]
+    constant: set[tuple]  # the atoms that are always true
+    entity: dict[str, int]  # entity id -> its number, in the order of the ids
+    type_of: dict[str, str]  # entity id -> its type
+    names: dict[str, str]  # entity id -> the name in sentences
+    parameters: dict[str, list]  # action -> [(placeholder, type)]
+    grammar: dict
+    queried: set[str]  # the predicates that sentences query
+    denied: set[str]  # the predicates whose negation sentences query
+    hierarchy: object  # TextWorld's tree of types
+
+
+class _Operator(NamedTuple):
+    command: str
+    condition: list[tuple]  # sorted
+    action: int  # its place among the names of the actions
+    arguments: list[int]  # entities
+    effects: list[tuple]
 
 
 def translate(game: dict) -> dict:
-    """A game file's content as the plain data that `_Table` plays. A literal is 2 * atom + [true]."""
+    """Translate the content of a game file to the plain data that alfworld_engine plays.
+
+    In that data an atom is a number, and a literal is 2 * atom + [true]. Raises ValueError for a game that
+    the engine cannot play; the libraries raise other errors for broken files.
+    """
+    task = _ground(game)
+    twins = _add_twins(task)
+    facts = _facts_of(task)
+    number_of = _number_atoms(task, facts)
+    data = {"walkthrough": game.get("walkthrough") or []}
+    data |= _sentence_tables(task, facts, number_of)
+    operators = _operator_rows(task, Sentences(data))
+    data |= _command_tables(task, operators)
+    data |= _change_tables(operators, twins, number_of)
+    data |= _state_tables(task, number_of)
+    return data
+
+
+def _ground(game: dict) -> _Task:
+    """Ground the planning task and parse the grammar."""
     import fast_downward
 
     with _TRANSLATING:
         argv = sys.argv
         try:
-            task, sas = fast_downward.pddl2sas(game["pddl_domain"], game["pddl_problem"])
+            pddl, sas = fast_downward.pddl2sas(game["pddl_domain"], game["pddl_problem"])
         finally:
-            sys.argv = argv
+            sys.argv = argv  # pddl2sas replaces it
         grammar = _grammar(game["grammar"])
     variables, start, goal, operators, axioms = _read_sas(sas)
 
-    # What is true at the start; entities are numbered in the order of their ids.
-    initial = {(atom.predicate, tuple(atom.args)) for atom in task.init if hasattr(atom, "predicate")}
-    initial = {(predicate, arguments) for predicate, arguments in initial if predicate != "="}
-    fluent = {atom: number for number, (atom, _) in enumerate(variables)}
-    constant = initial - set(fluent)
-    type_of = {thing.name: thing.type_name for thing in task.objects}
+    initial = set()
+    for atom in pddl.init:
+        if hasattr(atom, "predicate") and atom.predicate != "=":
+            initial.add((atom.predicate, tuple(atom.args)))
     ids = sorted({argument for _, arguments in initial for argument in arguments})
-    names = _names(ids)
-    entity = {id_: number for number, id_ in enumerate(ids)}
+    parameters = {}
+    for action in pddl.actions:
+        external = action.parameters[: action.num_external_parameters]
+        parameters[action.name] = [(p.name.strip("?"), p.type_name) for p in external]
+    predicates = [name for query in grammar["queries"] for name, _ in query]
+    return _Task(
+        variables=variables,
+        start=start,
+        goal=goal,
+        operators=operators,
+        axioms=axioms,
+        constant=initial - {atom for atom, _ in variables},
+        entity={id_: number for number, id_ in enumerate(ids)},
+        type_of={thing.name: thing.type_name for thing in pddl.objects},
+        names=_names(ids),
+        parameters=parameters,
+        grammar=grammar,
+        queried={name.removeprefix("not_") for name in predicates},
+        denied={name.removeprefix("not_") for name in predicates if name.startswith("not_")},
+        hierarchy=_hierarchy(pddl.types),
+    )
 
-    # The facts that sentences ask for.
-    asked = {predicate[0].removeprefix("not_") for query in grammar["queries"] for predicate in query}
-    if any(layer >= 0 and atom[0] in asked for atom, layer in variables):
-        raise ValueError("a sentence that asks for a derived fact")
-    # The stock engine tells the sentences of each effect, also of one whose condition is not met. So an atom
-    # with such effects has a twin, which is what the sentences see.
-    uncertain = {atom for *_, effects in operators for condition, atom, _ in effects if condition}
+
+def _add_twins(task: _Task) -> dict[int, int]:
+    """Add a second variable for each atom that sentences query and that has conditional effects.
+
+    In the stock engine a sentence sees each effect of an operator, even if the condition of the effect is not
+    met. The sentences read the second variable, which such an effect always changes. Returns {variable: its
+    twin}.
+    """
+    uncertain = set()
+    for _, _, effects in task.operators:
+        uncertain.update(variable for condition, variable, _ in effects if condition)
     twins = {}
-    for atom in sorted(uncertain):
-        if variables[atom][0][0] in asked:
-            twins[atom] = len(variables)
-            variables.append((variables[atom][0], -1))
-            start.append(start[atom])
-            fluent[variables[atom][0]] = twins[atom]
+    for variable in sorted(uncertain):
+        atom, _ = task.variables[variable]
+        if atom[0] in task.queried:
+            twins[variable] = len(task.variables)
+            task.variables.append((atom, -1))
+            task.start.append(task.start[variable])
+    return twins
+
+
+def _facts_of(task: _Task) -> dict[tuple, list]:
+    """The facts that sentences query: {(predicate, types): [(entities, variable)]}.
+
+    The variable is -1 for a fact that never changes.
+    """
+    variable_of = {}
+    for variable, (atom, layer) in enumerate(task.variables):
+        if layer >= 0 and atom[0] in task.queried:
+            raise ValueError(
+                f"a sentence queries {atom[0]}, a derived fact: the engine does not support this"
+            )
+        variable_of[atom] = variable  # a twin comes later than its variable, so the twin is what counts
     facts: dict[tuple, list] = {}
-    for predicate, arguments in sorted(constant | set(fluent)):
-        if predicate in asked:
-            types = tuple(type_of[argument] for argument in arguments)
-            atom = fluent.get((predicate, arguments), -1)
-            facts.setdefault((predicate, types), []).append([*(entity[a] for a in arguments), atom])
-    hierarchy = _hierarchy(task.types)
-    for query in grammar["queries"]:
-        for predicate in query:
-            types = [hierarchy.get(type_) for _, type_ in predicate[1]]
-            signatures = [tuple(t.name for t in found) for found in hierarchy.multi_subtypes(types)]
-            predicate.append([s for s in signatures if (predicate[0].removeprefix("not_"), s) in facts])
+    for atom in sorted(task.constant | set(variable_of)):
+        predicate, arguments = atom
+        if predicate in task.queried:
+            types = tuple(task.type_of[argument] for argument in arguments)
+            entities = [task.entity[argument] for argument in arguments]
+            facts.setdefault((predicate, types), []).append((entities, variable_of.get(atom, -1)))
+    return facts
 
-    # Only atoms that something reads are kept: states that differ elsewhere are one.
-    read = {atom for _, condition, _ in operators for atom, _ in condition} | {atom for atom, _ in goal}
-    read |= {atom for *_, effects in operators for condition, *_ in effects for atom, _ in condition}
-    read |= {atom for head, body in axioms for atom, _ in (head, *body)}
-    read |= {atom for found in facts.values() for *_, atom in found if atom >= 0}
-    number_of = {-1: -1, **{old: new for new, old in enumerate(sorted(read))}}
-    data = {
-        "walkthrough": game.get("walkthrough") or [],
-        "entities": [[id_, type_of[id_], names[id_]] for id_ in ids],
-        "rules": grammar["rules"],
-        "queries": grammar["queries"],
-        "facts": [
-            [*key, [value for *arguments, atom in found for value in (*arguments, number_of[atom])]]
-            for key, found in facts.items()
-        ],
-    }
 
-    # Operators in the order of their commands, then in the planner's, which sorts by preconditions.
-    sentences = Sentences(data)
-    parameters = {
-        action.name: [
-            (p.name.strip("?"), p.type_name) for p in action.parameters[: action.num_external_parameters]
-        ]
-        for action in task.actions
-    }
-    actions = sorted({name for (name, *_), *_ in operators})
-    rows = []
-    for (name, *arguments), condition, effects in operators:
-        numbers = [entity[argument] for argument in arguments]
-        mapping = dict(zip(parameters[name], numbers, strict=True))
-        command = sentences.derive(grammar["templates"][name], mapping, None, None)
-        if "{" in command or "}" in command:
-            command = command.format(**names)
-        rows.append((command, sorted(condition), actions.index(name), numbers, effects))
-    rows.sort(key=lambda row: row[:2])
-    commands = sorted({row[0] for row in rows})
-    place = {command: number for number, command in enumerate(commands)}
+def _number_atoms(task: _Task, facts: dict[tuple, list]) -> dict[int, int]:
+    """Number the variables that something reads: {variable: atom}, both increasing.
 
-    def certain(effects: list):
-        for condition, atom, value in effects:
-            if not condition and atom in read:
-                yield atom, value
-            if atom in twins:
-                yield twins[atom], value
+    The other variables are dropped, so states that differ only in them become one state.
+    """
+    read = {variable for variable, _ in task.goal}
+    for _, condition, effects in task.operators:
+        read.update(variable for variable, _ in condition)
+        for effect_condition, _, _ in effects:
+            read.update(variable for variable, _ in effect_condition)
+    for head, body in task.axioms:
+        read.update(variable for variable, _ in [head, *body])
+    for found in facts.values():
+        read.update(variable for _, variable in found if variable >= 0)
+    return {variable: atom for atom, variable in enumerate(sorted(read))}
 
-    def literals(pairs: list) -> list[int]:
-        return [2 * number_of[atom] + (value == TRUE) for atom, value in pairs]
 
-    layers: dict[int, list] = {}
-    for head, body in axioms:
-        if head[1] != start[head[0]]:  # a rule that gives the default value says nothing
-            layers.setdefault(variables[head[0]][1], []).append([literals([head])[0], literals(body)])
-    true_at_start = [atom for atom in sorted(read) if start[atom] == TRUE]
-    denied = {p[0].removeprefix("not_") for q in grammar["queries"] for p in q if p[0].startswith("not_")}
+def _sentence_tables(task: _Task, facts: dict[tuple, list], number_of: dict[int, int]) -> dict:
+    """The tables that `Sentences` reads. In them the facts of one predicate are one flat list of numbers."""
+    flat_facts = []
+    for (predicate, types), found in facts.items():
+        flat = []
+        for entities, variable in found:
+            flat += [*entities, number_of.get(variable, -1)]
+        flat_facts.append([predicate, types, flat])
+    queries = []
+    for query in task.grammar["queries"]:
+        predicates = []
+        for name, placeholders in query:
+            predicates.append([name, placeholders, _signatures(task, name, placeholders, facts)])
+        queries.append(predicates)
     return {
-        **data,
-        "commands": commands,
-        "actions": [[grammar["feedback"][name], parameters[name]] for name in actions],
-        "command_of": [place[command] for command, *_ in rows],
-        "action_of": [action for _, _, action, *_ in rows],
-        "arguments": _packed([arguments for *_, arguments, _ in rows]),
-        "conditions": _packed([literals(condition) for _, condition, *_ in rows]),
-        "effects": _packed([literals(certain(effects)) for *_, effects in rows]),
-        "uncertain": [
-            [number, literals(condition), *literals([pair])]
-            for number, (*_, effects) in enumerate(rows)
-            for condition, *pair in effects
-            if condition and pair[0] in read
-        ],
-        "goal": literals(goal),
-        "axioms": [layers[layer] for layer in sorted(layers)],
-        "start": [number_of[atom] for atom in true_at_start if variables[atom][1] < 0],
-        "default": [number_of[atom] for atom in true_at_start if variables[atom][1] >= 0],
-        "deniable": [number_of[atom] for atom in sorted(read) if variables[atom][0][0] in denied],
+        "entities": [[id_, task.type_of[id_], task.names[id_]] for id_ in task.entity],
+        "rules": task.grammar["rules"],
+        "queries": queries,
+        "facts": flat_facts,
     }
+
+
+def _signatures(task: _Task, name: str, placeholders: list, facts: dict[tuple, list]) -> list[tuple]:
+    """The argument types for which the predicate has facts, in the order in which TextWorld visits them."""
+    supertypes = [task.hierarchy.get(type_) for _, type_ in placeholders]
+    signatures = []
+    for subtypes in task.hierarchy.multi_subtypes(supertypes):
+        types = tuple(type_.name for type_ in subtypes)
+        if (name.removeprefix("not_"), types) in facts:
+            signatures.append(types)
+    return signatures
+
+
+def _operator_rows(task: _Task, sentences: Sentences) -> list[_Operator]:
+    """The operators in the order of their commands, then in the planner's order: sorted by preconditions."""
+    actions = _action_names(task)
+    rows = []
+    for (name, *arguments), condition, effects in task.operators:
+        entities = [task.entity[argument] for argument in arguments]
+        mapping = dict(zip(task.parameters[name], entities, strict=True))
+        command = sentences.derive(task.grammar["templates"][name], mapping, None, None)
+        if "{" in command or "}" in command:
+            command = command.format(**task.names)
+        rows.append(_Operator(command, sorted(condition), actions.index(name), entities, effects))
+    return sorted(rows, key=lambda row: (row.command, row.condition))
+
+
+def _action_names(task: _Task) -> list[str]:
+    return sorted({name for (name, *_), _, _ in task.operators})
+
+
+def _command_tables(task: _Task, operators: list[_Operator]) -> dict:
+    """The commands of the game, and the command, the action and the arguments of each operator."""
+    commands = sorted({row.command for row in operators})
+    place = {command: number for number, command in enumerate(commands)}
+    feedback = task.grammar["feedback"]
+    return {
+        "commands": commands,
+        "actions": [[feedback[name], task.parameters[name]] for name in _action_names(task)],
+        "command_of": [place[row.command] for row in operators],
+        "action_of": [row.action for row in operators],
+        "arguments": _packed([row.arguments for row in operators]),
+    }
+
+
+def _change_tables(operators: list[_Operator], twins: dict[int, int], number_of: dict[int, int]) -> dict:
+    """The conditions and the effects of the operators.
+
+    "effects" holds what an operator always changes, "uncertain" its conditional effects: [operator,
+    condition, literal].
+    """
+    certain = []
+    uncertain = []
+    for number, row in enumerate(operators):
+        changes = []
+        for condition, variable, value in row.effects:
+            if variable in number_of:
+                if condition:
+                    literal = _literal(number_of, variable, value)
+                    uncertain.append([number, _literals(number_of, condition), literal])
+                else:
+                    changes.append((variable, value))
+            if variable in twins:
+                changes.append((twins[variable], value))
+        certain.append(_literals(number_of, changes))
+    return {
+        "conditions": _packed([_literals(number_of, row.condition) for row in operators]),
+        "effects": _packed(certain),
+        "uncertain": uncertain,
+    }
+
+
+def _state_tables(task: _Task, number_of: dict[int, int]) -> dict:
+    """The goal, the axioms by layer, the atoms that are true at the start, and those that can be denied.
+
+    "default" holds the derived atoms that are true unless an axiom makes them false.
+    """
+    layers: dict[int, list] = {}
+    for (variable, value), body in task.axioms:
+        if value != task.start[variable]:  # an axiom that derives the default value changes nothing
+            _, layer = task.variables[variable]
+            axiom = [_literal(number_of, variable, value), _literals(number_of, body)]
+            layers.setdefault(layer, []).append(axiom)
+    start, default, deniable = [], [], []
+    for variable, atom in number_of.items():
+        (predicate, _), layer = task.variables[variable]
+        if task.start[variable] == TRUE and layer < 0:
+            start.append(atom)
+        if task.start[variable] == TRUE and layer >= 0:
+            default.append(atom)
+        if predicate in task.denied:
+            deniable.append(atom)
+    return {
+        "goal": _literals(number_of, task.goal),
+        "axioms": [layers[layer] for layer in sorted(layers)],
+        "start": start,
+        "default": default,
+        "deniable": deniable,
+    }
+
+
+def _literal(number_of: dict[int, int], variable: int, value: int) -> int:
+    return 2 * number_of[variable] + (value == TRUE)
+
+
+def _literals(number_of: dict[int, int], pairs: list[tuple]) -> list[int]:
+    return [_literal(number_of, variable, value) for variable, value in pairs]
 
 
 def _packed(rows: list[list[int]]) -> list:
-    """[all their numbers, where each row ends]"""
+    """Join lists of numbers: [all numbers, where each list ends]."""
     return [[value for row in rows for value in row], list(itertools.accumulate(map(len, rows)))]
 
 
-TRUE = 0  # the first value of each variable of the planning task: "Atom x"; the second is "NegatedAtom x"
+TRUE = 0  # variables of the planning task have two values: 0 means "Atom x", 1 "NegatedAtom x"
 
 
 def _read_sas(sas: str):
-    """The translator's output: [(atom, axiom layer)], start values, goal, operators, axioms.
+    """Parse the output of Fast Downward's translator: variables, start values, goal, operators, axioms.
 
-    An atom is (predicate, arguments), a condition a list of (variable, value), an operator (name, condition,
-    effects), an effect (condition, variable, value), an axiom ((variable, value), condition).
+    variable:   (atom, axiom layer), and an atom is (predicate, arguments)
+    condition:  [(variable, value)]; the goal is one
+    operator:   (name, condition, effects), and an effect is (condition, variable, value)
+    axiom:      ((variable, value), condition)
     """
     lines = iter(sas.split("\n"))
 
@@ -312,9 +506,11 @@ def _read_sas(sas: str):
         layer, n_values = number(), number()
         values = [next(lines) for _ in range(n_values)]
         if n_values != 2 or not values[TRUE].startswith("Atom ") or not values[1].startswith("NegatedAtom "):
-            raise ValueError(f"a variable that is not one atom: {values}")
+            raise ValueError(f"the planning task has a variable with other values than one atom: {values}")
         predicate, _, arguments = values[TRUE].removeprefix("Atom ").partition("(")
-        variables.append(((predicate, tuple(a for a in arguments[:-1].split(", ") if a)), layer))
+        arguments = arguments.removesuffix(")")
+        atom = predicate, tuple(arguments.split(", ")) if arguments else ()
+        variables.append((atom, layer))
     skip_to("begin_state")
     start = [number() for _ in variables]
     skip_to("begin_goal")
@@ -326,9 +522,9 @@ def _read_sas(sas: str):
         name = next(lines).split()
         condition, effects = pairs(), []
         for _ in range(number()):
-            words = numbers()
-            *flat, variable, before, after = words[1:]
-            effects.append((list(zip(flat[::2], flat[1::2], strict=True)), variable, after))
+            _, *flat, variable, before, after = numbers()
+            effect_condition = list(zip(flat[::2], flat[1::2], strict=True))
+            effects.append((effect_condition, variable, after))
             if before >= 0:
                 condition.append((variable, before))
         operators.append((name, condition, effects))
@@ -346,10 +542,12 @@ STAND_IN = "Your task is to: do it"
 
 
 def _grammar(text: str) -> dict:
-    """The grammar's rules, and its actions' commands and answers, as the trees that `Sentences` walks.
+    """Parse the grammar of a game to the trees that `Sentences` walks.
 
-    Games differ in the words of the task alone, so the rest is parsed once. Those words are plain ones: they
-    hold nothing that the grammar could read as more than text.
+    Returns {"rules", "templates", "feedback", "queries"}: the templates are the commands of the actions, the
+    feedback their answers. Games differ only in the sentence that states the task, so one parsed grammar
+    serves all of them: a stand-in takes the place of that sentence while the grammar is parsed. The sentence
+    must be plain text without any symbol of the grammar.
     """
     task = re.search(r'(?<="rhs": ")Your task is to: [\w ,.]*(?=")', text, re.ASCII)
     if task is None or STAND_IN in text:
@@ -384,10 +582,11 @@ def _parsed_grammar(text: str) -> str:
         parsed = ContextSensitiveGrammar.parse(json.dumps({"it": [{"rhs": sentence}]}))
         return [tree(symbol) for symbol in parsed._rules["it"][0].rhs]
 
-    rules = {
-        name: [[query(rule.condition), [tree(symbol) for symbol in rule.rhs]] for rule in alternatives]
-        for name, alternatives in logic.grammar._rules.items()
-    }
+    rules = {}
+    for name, alternatives in logic.grammar._rules.items():
+        rules[name] = [
+            [query(rule.condition), [tree(symbol) for symbol in rule.rhs]] for rule in alternatives
+        ]
     templates = {name: trees(action.template) for name, action in logic.actions.items()}
     feedback = {name: trees(action.feedback_rule) for name, action in logic.actions.items()}
     predicates = [_predicates(condition) for condition in queries]
@@ -395,7 +594,7 @@ def _parsed_grammar(text: str) -> str:
 
 
 def _predicates(condition: str) -> list:
-    """Of "p(x:t) & q(x:t, y:u)": [["p", [["x", "t"]]], ["q", [["x", "t"], ["y", "u"]]]]."""
+    """Parse a query: "p(x:t) & q(x:t, y:u)" -> [["p", [["x", "t"]]], ["q", [["x", "t"], ["y", "u"]]]]."""
     from textworld.logic import Rule
 
     predicates = Rule.parse_conjunctive_query(condition).preconditions
@@ -403,7 +602,10 @@ def _predicates(condition: str) -> list:
 
 
 def _expression(code: str) -> list:
-    """Of "o.indefinite + ' ' + o.name": a tree; nothing of a game file is ever run as Python."""
+    """Parse an expression of the grammar, such as "o.indefinite + ' ' + o.name", to a tree.
+
+    The text of a game file is never run as Python.
+    """
 
     def tree(node) -> list:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ATTRIBUTES:
@@ -416,7 +618,7 @@ def _expression(code: str) -> list:
             return ["+", tree(node.left), tree(node.right)]
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             return ["or", *(tree(value) for value in node.values)]
-        raise ValueError(f"an expression that the engine does not know: {code.strip()}")
+        raise ValueError(f"the grammar has an expression that the engine does not know: {code.strip()}")
 
     return tree(ast.parse(code.strip(), mode="eval").body)
 
@@ -425,17 +627,18 @@ ATTRIBUTES = ("id", "type", "name", "definite", "indefinite")
 
 
 def _hierarchy(types: list):
-    """TextWorld's tree of types; it decides in which order facts of mixed types are visited."""
+    """Build TextWorld's tree of types. It decides in which order facts of mixed types are visited."""
     from textworld.logic import Type, TypeHierarchy
 
     hierarchy = TypeHierarchy()
-    for type_ in {type_.name: type_ for type_ in reversed(types)}.values():  # the first of a name counts
+    first_of_name = {type_.name: type_ for type_ in reversed(types)}  # the list can name a type twice
+    for type_ in first_of_name.values():
         hierarchy.add(Type(type_.name, type_.supertype_names))
     return hierarchy
 
 
 def _names(ids: list[str]) -> dict[str, str]:
-    """Entity id -> the name that ALFWorld shows, such as "cabinet 4"."""
+    """Map entity ids to the names that ALFWorld shows, such as "cabinet 4"."""
     from alfworld.agents.utils.misc import Demangler
 
     demangler = Demangler(game_infos={id_: argparse.Namespace(id=id_) for id_ in ids})

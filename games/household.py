@@ -1,13 +1,14 @@
-"""Household: a small ALFWorld in pure Python. This file is the game; envs.py makes an environment of it.
+"""Household: a small ALFWorld in pure Python. envs.py wraps it as an environment.
 
-It holds the games (`make_game`: one for each split and index) and `Room`: the rules, the sentences, the
-winning test and the scripted experts. Wording, command grammar and rules follow ALFWorld 0.4 (Shridhar et al.
-2021): the agent sees only what it stands before, must open what is closed, carries one object, and must stand
-at the appliance to use it.
+`make_game` makes the game of a split and an index. `Room` is a game in play: the rules, the texts, the test
+for a win, and two scripted experts. Texts, commands and rules follow ALFWorld 0.4 (Shridhar et al. 2021). The
+agent sees only the receptacle at which it stands, must open closed receptacles, carries one object, and must
+stand at an appliance to use it.
 
-Left out, to stay small: kitchens apart from bathrooms, slicing, containers among the objects, the rule of
-which object fits where (here anything fits anywhere), several receptacles of one kind, and the many ways in
-which ALFWorld words one task (here one sentence for each type).
+Left out, to stay small:
+* different kinds of rooms, several receptacles of one kind, objects that contain others, and slicing;
+* limits on which object fits where: every object fits into every receptacle;
+* different sentences for the same task: each task type has one.
 """
 
 from __future__ import annotations
@@ -32,34 +33,38 @@ RECEPTACLES = (*SURFACES, *CLOSABLE, "sinkbasin 1")
 KITCHENWARE = ("apple", "cup", "egg", "mug", "plate", "potato", "tomato")  # can be cleaned, heated and cooled
 THINGS = (*KITCHENWARE, "book", "cd", "cellphone", "creditcard", "keychain", "pen", "watch")
 LAMP = "desklamp 1"  # cannot be carried
-STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}  # what the verb makes of an object
+STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}  # verb -> the state that it gives an object
 
 N_RECEPTACLES, N_OBJECTS, STEP_LIMIT = 6, 4, 14
 SIZES = {"train": 100_000, "eval": 300}
-EVAL_SHARE = 3  # one game in three can only be an eval game
+EVAL_SHARE = 3  # one game in three is reserved for eval
 NOTHING = "Nothing happens."
 
-# Every word of every text and command; a name with its number ("mug 1") is one word. All stand in lower case
-# too: any of them may come back in an action, and actions are lower-cased.
+# Every word of every text and command. A name with its number ("mug 1") is one word. Each word is listed in
+# lower case too: a model may put any word into an action, and prompts repeat actions in lower case.
 _WORDS = """
 You are in the middle of a room Looking quickly around you see and nothing arrive at The is open closed In it
 On the close pick up from move to clean heat cool using turn on facing Next carrying not anything There ' s
 special about This hot cold Nothing happens put two examine with desklamp go take use inventory look search
 seen holding no action . , : ; |
 """
-VOCABULARY = tuple(
-    dict.fromkeys(
-        _WORDS.split()
-        + _WORDS.lower().split()
-        + [name for r in RECEPTACLES for name in (r.removesuffix(" 1"), r)]
-        + [name for thing in THINGS for name in (thing, f"{thing} 1", f"{thing} 2")]
-        + [LAMP, "go to"]
-    )
-)
+
+
+def _vocabulary() -> tuple[str, ...]:
+    words = _WORDS.split() + _WORDS.lower().split()
+    for receptacle in RECEPTACLES:
+        words += [receptacle.removesuffix(" 1"), receptacle]
+    for thing in THINGS:
+        words += [thing, f"{thing} 1", f"{thing} 2"]
+    words += [LAMP, "go to"]
+    return tuple(dict.fromkeys(words))
+
+
+VOCABULARY = _vocabulary()
 
 
 class Game(NamedTuple):
-    """What a game is. At the start all that can be closed is closed."""
+    """The content of a game. Every receptacle that can be closed is closed at the start."""
 
     task_type: str
     thing: str  # "mug"
@@ -68,7 +73,7 @@ class Game(NamedTuple):
 
     @property
     def split(self) -> str:
-        """Which split may use this game: a property of its content, so that no game is in both."""
+        """The split of this game. It depends only on the content, so no game is in both splits."""
         return "train" if zlib.crc32(repr(self).encode()) % EVAL_SHARE else "eval"
 
     @property
@@ -76,7 +81,7 @@ class Game(NamedTuple):
         return SENTENCES[self.task_type].format(thing=self.thing, target=self.target.removesuffix(" 1"))
 
 
-# Python promises the same numbers in every version from random.random() alone, so all draws are made of it.
+# All draws use random.random(): only its numbers are the same in every version of Python.
 def _choice(rng: random.Random, items):
     return items[int(rng.random() * len(items))]
 
@@ -86,19 +91,19 @@ def _shuffled(rng: random.Random, items) -> list[str]:
 
 
 def _suits(thing: str, receptacle: str) -> bool:
-    """Games keep pens out of fridges; the rules do not."""
+    """Keep pens out of fridges at the start of a game. The rules allow them there."""
     return thing in KITCHENWARE or receptacle not in APPLIANCES
 
 
 def _draw(rng: random.Random, task_type: str) -> Game:
-    """A game of this type. What is sought never starts in its target, so no game is won before it begins."""
+    """Draw a game of this type. Its objects never start in the target, so no game is won at the start."""
     needed = {r for r, verb in APPLIANCES.items() if task_type.lower() == verb}
     thing = _choice(rng, KITCHENWARE if needed else THINGS)
     target, lamp_place = "", _choice(rng, SURFACES)
     if task_type == "Look":
         needed.add(lamp_place)
     else:
-        targets = SURFACES if task_type == "Pick2" else RECEPTACLES  # so that ten moves win every game
+        targets = SURFACES if task_type == "Pick2" else RECEPTACLES  # a game can then be won in ten moves
         target = _choice(rng, [r for r in targets if r not in needed and _suits(thing, r)])
         needed.add(target)
     others = _shuffled(rng, [r for r in RECEPTACLES if r not in needed])
@@ -116,13 +121,15 @@ def _draw(rng: random.Random, task_type: str) -> Game:
 
 
 def make_game(split: str, index: int) -> tuple[Game, list[str]]:
-    """The game of that index, the same in every process, and the order in which its searching expert looks.
+    """Make the game of a split and an index, the same in every process.
 
-    Task types take turns, so both splits hold each type equally often.
+    Also returns the order in which the searching expert of this game visits the receptacles. The task types
+    alternate, so each split has the same number of games of each type. Raises ValueError if there is no such
+    game.
     """
     if split not in SIZES or not 0 <= index < SIZES[split]:
         known = ", ".join(f"{name} 0..{size - 1}" for name, size in SIZES.items())
-        raise ValueError(f"there is no household game {split!r} {index}: there are {known}")
+        raise ValueError(f"there is no household game {split!r} {index}: choose one of {known}")
     rng = random.Random(f"household {split} {index}")
     task_type = TASK_TYPES[index % len(TASK_TYPES)]
     while (game := _draw(rng, task_type)).split != split:
@@ -131,7 +138,7 @@ def make_game(split: str, index: int) -> tuple[Game, list[str]]:
 
 
 def _listing(names) -> str:
-    """ALFWorld's "a mug 1, a pen 1, and a watch 1"; always "a", as there."""
+    """List names as ALFWorld does: "a mug 1, a egg 1, and a watch 1", with "a" before every name."""
     names = [f"a {name}" for name in names]
     if len(names) > 1:
         names[-1] = f"and {names[-1]}"
@@ -139,18 +146,19 @@ def _listing(names) -> str:
 
 
 class Room:
-    """One game being played: its state, its admissible commands, its answers, and what was seen of it."""
+    """A game in play: the state, the admissible commands, the answers, and what the player has seen."""
 
     def __init__(self, game: Game, search_order: list[str]):
+        """Start the game. search_order: the receptacles in the order in which `advice` searches them."""
         self.game = game
         self.search_order = search_order
         self.contents = {r: list(names) for r, names in game.contents}
         self.closed = {r for r in self.contents if r in CLOSABLE}
-        self.here = ""  # the receptacle stood at; "" in the middle of the room
+        self.here = ""  # the receptacle at which the player stands; "" in the middle of the room
         self.held = ""
         self.states = {name: set() for names in self.contents.values() for name in names}  # {"clean", "hot"}
         self.lamp_is_on = False
-        self.searched: set[str] = set()  # what was seen inside; only the agent changes it, so it stays known
+        self.searched: set[str] = set()  # receptacles whose contents were seen; only the player changes them
         self.admissible = self._admissible()
 
     @property
@@ -170,12 +178,12 @@ class Room:
         return name.startswith(f"{self.game.thing} ")
 
     def _ready(self, name: str) -> bool:
-        """Whether the object has what the task asks of it: clean, hot, cool, or nothing at all."""
+        """True if the object has the state that the task demands: clean, hot, cool, or any."""
         state = STATE.get(self.game.task_type.lower())
         return state is None or state in self.states[name]
 
     def _admissible(self) -> tuple[str, ...]:
-        """The commands of this state, sorted as ALFWorld does; none once the game is won."""
+        """The commands of this state, sorted as in ALFWorld. There are none after a win."""
         if self.won:
             return ()
         here, held = self.here, self.held
@@ -198,7 +206,7 @@ class Room:
         return tuple(sorted(out))
 
     def act(self, command: str) -> str:
-        """Carry out the command and say what ALFWorld says; what is not admissible changes nothing."""
+        """Carry out the command and return ALFWorld's answer. Only admissible commands change anything."""
         if command not in self.admissible:
             return NOTHING
         answer = self._do(command)
@@ -232,7 +240,7 @@ class Room:
                 self.states[held].add(STATE[verb])
                 return f"You {verb} the {held} using the {here}."
             case "use":
-                self.lamp_is_on = True  # a second use says the same: ALFWorld's lamps never go out
+                self.lamp_is_on = True  # as in ALFWorld, a second use gives the same answer: lamps stay on
                 return f"You turn on the {LAMP}."
             case "examine":
                 return self._see(here) if rest == here else self._examined(held)
@@ -240,10 +248,10 @@ class Room:
                 return f"You are carrying: a {held}." if held else "You are not carrying anything."
             case "look":
                 return f"You are facing the {here}. Next to it, you see nothing." if here else self.opening
-        raise AssertionError(f"{command!r} is admissible and not known")
+        raise AssertionError(f"the command {command!r} is admissible but has no rule")
 
     def _see(self, receptacle: str) -> str:
-        """What is seen there; once its inside was seen it counts as searched."""
+        """Describe the receptacle. It counts as searched if its contents are shown."""
         if receptacle in self.closed:
             return f"The {receptacle} is closed."
         self.searched.add(receptacle)
@@ -258,39 +266,50 @@ class Room:
         if not words:
             return f"There's nothing special about {name}."
         if words == ["cool"]:
-            words = ["cold"]  # ALFWorld's word when it is nothing else
+            words = ["cold"]  # ALFWorld's word for an object that is only cool
         return f"This is a {' and '.join(words)} {name}."
 
     def notes(self) -> str:
-        """What an attentive player has written down: where to search still, what was found, what is held.
+        """The notes for a prompt: receptacles to search, places of objects for the task, the held object.
 
-        It says nothing that no observation said. The target is left out: what is sought never starts there.
+        They contain only facts that observations have shown. The target needs no search, as the objects for
+        the task never start there. Example: "search safe 1; seen mug 1 in bed 1; holding clean cup 1".
         """
-        game, out = self.game, []
-        if left := [r for r in self.contents if r not in self.searched and r != game.target]:
+        out = []
+        if left := [r for r in self.contents if r not in self.searched and r != self.game.target]:
             out.append("search " + " ".join(left))
-        seen = [
-            f"{name} in {r}"
-            for r in self.contents
-            if r in self.searched
-            for name in self.contents[r]
-            if name == LAMP or (self._sought(name) and not (r == game.target and self._ready(name)))
-        ]
+        seen = []
+        for receptacle in self.contents:
+            if receptacle in self.searched:
+                for name in self.contents[receptacle]:
+                    if name == LAMP or self._to_move(name, receptacle):
+                        seen.append(f"{name} in {receptacle}")
         if seen:
             out.append("seen " + ", ".join(seen))
         if self.held:
             out.append("holding " + " ".join([*sorted(self.states[self.held]), self.held]))
         return "; ".join(out)
 
+    def _to_move(self, name: str, receptacle: str) -> bool:
+        """True if the task needs the object and it does not lie in the target yet as the task demands."""
+        return self._sought(name) and not (receptacle == self.game.target and self._ready(name))
+
     def advice(self, known) -> str:
-        """The next command of an expert who knows what the `known` receptacles hold and searches the rest."""
+        """The next command of an expert that knows the contents of the `known` receptacles.
+
+        The expert searches the other receptacles if it has to.
+        """
         game, held = self.game, self.held
         if held and not self._sought(held):
             return f"open {self.here}" if self.here in self.closed else f"move {held} to {self.here}"
-        places = {name: r for r in self.contents if r in known for name in self.contents[r]}
+        places = {}  # object -> receptacle
+        for receptacle in self.contents:
+            if receptacle in known:
+                for name in self.contents[receptacle]:
+                    places[name] = receptacle
         if not held:
             for name, place in places.items():
-                if self._sought(name) and not (place == game.target and self._ready(name)):
+                if self._to_move(name, place):
                     return self._at(place, f"take {name} from {place}")
             return self._search(known)
         if game.task_type == "Look":
@@ -303,11 +322,11 @@ class Room:
 
     def _search(self, known) -> str:
         order = [r for r in self.search_order if r not in known and r != self.game.target]
-        place = self.here if self.here in order else order[0]  # stands before it: open it before the next
+        place = self.here if self.here in order else order[0]  # first open the receptacle at hand
         return self._at(place, f"open {place}")
 
     def _at(self, place: str, command: str, opened: bool = True) -> str:
-        """The command, or what must come before it: going to the place and, if need be, opening it."""
+        """The command at the place, or the step that must come before it: go there, or open the place."""
         if self.here != place:
             return f"go to {place}"
         return f"open {place}" if opened and place in self.closed else command

@@ -1,21 +1,20 @@
-"""WebShop (Yao et al. 2022) as a library: the shop, its goals, its pages and its reward; no web server.
+"""WebShop (Yao et al. 2022) as a library: the shop, its goals, its pages and its reward.
 
-It answers as the official program does (princeton-nlp/WebShop, text environment), page by page and to the
-last digit of the reward, from the official data files alone: no Java, browser or network. Read in order: the
-products, the goals, the reward, the pages, a session. The search engine is webshop_search.py.
+It gives the same answers as the official program (princeton-nlp/WebShop, text environment), down to the last
+digit of the reward. It needs only the official data files, no web server, Java, browser or network. The order
+of this file is: products, goals, reward, pages, sessions. The search engine is webshop_search.py.
 
-Prices of products sold in a range and the price limits of goals come from one random generator that belongs
-to the shop: `seed` gives the goals that the official program has after random.seed(seed).
+The shop has its own random generator. It draws the prices of products that are sold in a range, and the price
+limits of goals. `seed` gives the same goals as the official program after random.seed(seed).
 
-Left out: the special queries <r>, <a>, <c> and <q> (two of them crash the official program; here they are
-text), images, and reviews (the official data has none).
+Left out: the special queries <r>, <a>, <c> and <q>, which are plain text here (two of them crash the official
+program); images; and reviews, as the official data has none.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import itertools
 import json
 import random
 import re
@@ -31,10 +30,10 @@ from typing import NamedTuple
 
 from games import webshop_search
 
-HITS, PAGE_SIZE = 50, 10  # products found by a search, shown on one page
-NO_LIMIT = 1_000_000  # the price limit of a goal that names none
+HITS, PAGE_SIZE = 50, 10  # products that a search finds, and products on one page
+NO_LIMIT = 1_000_000  # the price limit of a goal without one
 SOURCE = "the official repository princeton-nlp/WebShop: its setup.sh downloads it (-d small or -d all)"
-SETS = {  # products and attributes; never mixed
+SETS = {  # product set -> its files of products and of attributes
     "small": ("items_shuffle_1000.json", "items_ins_v2_1000.json"),
     "all": ("items_shuffle.json", "items_ins_v2.json"),
 }
@@ -46,30 +45,36 @@ HUMAN_GOALS, TITLE_NOUNS, COLORS = "items_human_ins.json", "title_nouns_spacy_sm
 
 @dataclass(frozen=True, slots=True)
 class Product:
+    """A product of the shop."""
+
     asin: str
     title: str
     description: str
-    bullets: tuple[str, ...]  # the page "Features"
+    bullets: tuple[str, ...]  # the text of the page "Features"
     category: str
-    query: str  # what one searches to find its kind
+    query: str  # a query for products of its kind
     product_category: str  # "Home & Kitchen › Furniture › ..."
     options: dict[str, tuple[str, ...]]  # {"color": ("black", "blue | red"), ...}
     attributes: tuple[str, ...]
     price_tag: str  # "$9.99" or "$9.99 to $12.99"
-    price: float  # for a range: drawn once
+    price: float  # drawn from the range, if there is one
 
     @property
     def document(self) -> str:
-        """What the search engine reads of it."""
+        """The text of the product that the search engine indexes."""
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.title, self.description, *self.bullets[:1], options]).lower()
 
 
-_ENDS = tuple(" \t\r\n,:]}")  # what may follow a value
+_ENDS = tuple(" \t\r\n,:]}")  # the characters that can follow a value
 
 
 def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
-    """The elements of a JSON array, or the (key, value) pairs of an object, read piece by piece."""
+    """Yield the elements of a JSON array, or the (key, value) pairs of an object.
+
+    The file is read in pieces of `chunk` characters, so it need not fit into memory. Raises ValueError if the
+    file is damaged.
+    """
     decode, gap = json.JSONDecoder().raw_decode, re.compile(r"[\s,:]*")
     with open(path, encoding="utf-8") as file:
         buffer = file.read(chunk)
@@ -86,10 +91,10 @@ def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
                 value, end = decode(buffer, at)
             except json.JSONDecodeError as error:
                 end, fault = len(buffer), error
-            if buffer[end : end + 1] not in _ENDS:  # cut off: read on, ever more, so that time stays linear
-                more = file.read(max(chunk, end - at))
+            if buffer[end : end + 1] not in _ENDS:  # the buffer ends within the value, so read more
+                more = file.read(max(chunk, end - at))  # doubles the buffer, so the time is linear
                 if not more:
-                    raise ValueError(f"{path} is damaged or cut short: {fault}") from fault
+                    raise ValueError(f"{path} is damaged or truncated: {fault}") from fault
                 buffer, at = buffer[at:] + more, 0
                 continue
             at = end
@@ -100,19 +105,20 @@ def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
 
 
 def _prices(pricing: str | None) -> list[float]:
-    """The amounts in "$9.99 to $12.99", at most two; 100.0 where none is given."""
+    """The amounts in a text such as "$9.99 to $12.99", at most two. Without any, the price is 100.0."""
     parts = [re.sub(r"[^\d.]", "", part) for part in (pricing or "").split("$")[1:]]
     return [float(part) for part in parts][:2] or [100.0]
 
 
 def _product(record: dict, attributes: Sequence[str], rng: random.Random) -> Product:
+    """Make a product from its record in the product file."""
     prices = _prices(record.get("pricing"))
     bullets = record["small_description"]
-    options = {
-        intern(name.lower()): tuple(value["value"].strip().replace("/", " | ").lower() for value in values)
-        for name, values in (record["customization_options"] or {}).items()
-        if values is not None
-    }
+    options = {}
+    for name, values in (record["customization_options"] or {}).items():
+        if values is not None:
+            names = [value["value"].strip().replace("/", " | ").lower() for value in values]
+            options[intern(name.lower())] = tuple(names)
     return Product(
         asin=record["asin"],
         title=record["name"],
@@ -129,15 +135,15 @@ def _product(record: dict, attributes: Sequence[str], rng: random.Random) -> Pro
 
 
 class _Instruction(NamedTuple):
-    """What a goal is made of; `options` is None where every choice of the product's options is a goal."""
+    """The recipe of goals: of one goal, or of one for each choice of the product's options."""
 
     text: str
     attributes: tuple[str, ...]
-    options: tuple[str, ...] | None
+    options: tuple[str, ...] | None  # None: each choice of the product's options is a goal
 
 
 def _load(folder: Path, goals: str, rng: random.Random, product_set: str):
-    """The products and, for those that have any, their instructions."""
+    """Read the products and their instructions, both by ASIN."""
     products_file, attributes_file = (folder / name for name in SETS[product_set])
     facts = dict(stream_json(attributes_file))
     human = dict(stream_json(folder / HUMAN_GOALS)) if goals == "human" else {}
@@ -154,24 +160,23 @@ def _load(folder: Path, goals: str, rng: random.Random, product_set: str):
         attributes = [intern(name) for name in fact.get("attributes", ["DUMMY_ATTR"])]
         products[asin] = _product(record, attributes, rng)
         if goals == "human":
-            instructions[asin] = [
-                _Instruction(
-                    one["instruction"].strip("."),
-                    tuple(one["instruction_attributes"]),
-                    tuple(one["instruction_options"]),
-                )
-                for one in human.get(asin, ())
-                if one["instruction_attributes"]
-            ]
+            instructions[asin] = []
+            for one in human.get(asin, ()):
+                wanted, options = tuple(one["instruction_attributes"]), tuple(one["instruction_options"])
+                if wanted:
+                    instruction = _Instruction(one["instruction"].strip("."), wanted, options)
+                    instructions[asin].append(instruction)
         elif fact.get("instruction") is not None:
             wanted = tuple(intern(name) for name in fact["instruction_attributes"])
             instructions[asin] = [_Instruction(fact["instruction"], wanted, None)]
     if unknown:
         counts = f"{len(unknown)} of {len(products)} products"
-        said = f"{counts} in {products_file} have no entry in {attributes_file}"
+        problem = f"{counts} in {products_file} have no entry in {attributes_file}"
         if goals == "synthetic":
-            raise ValueError(f"{said} (first: {unknown[0]}): the two files belong to different product sets")
-        warnings.warn(f"{said}: they count as having no attributes", stacklevel=4)
+            raise ValueError(
+                f"{problem} (first: {unknown[0]}): the two files belong to different product sets"
+            )
+        warnings.warn(f"{problem}: these products get no attributes", stacklevel=4)
     return products, instructions
 
 
@@ -180,21 +185,21 @@ def _load(folder: Path, goals: str, rng: random.Random, product_set: str):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to buy: `goal_options` is {"color": "red"} for synthetic goals, ("red",) for human ones."""
+    """A product to buy, and the attributes, options and price that count for the reward."""
 
     asin: str
     instruction_text: str
     attributes: tuple[str, ...]
-    goal_options: dict[str, str] | tuple[str, ...]
+    goal_options: dict[str, str] | tuple[str, ...]  # synthetic goals: {"color": "red"}; human goals: ("red",)
     price_upper: float
 
 
 class Goals(Sequence):
-    """All goals in their fixed order. One is made when asked for: the full product set has millions."""
+    """All goals in their fixed order. A goal is made on demand, as the full product set has millions."""
 
     def __init__(self, products: dict[str, Product], instructions: dict, rng: random.Random):
-        self._recipes = []  # (product, instruction, price limit, its text)
-        starts = [0]
+        self._recipes = []  # (product, instruction, price limit, text of the limit)
+        starts = [0]  # the goals of recipe i are starts[i] to starts[i + 1] - 1, before they are shuffled
         for asin, product in products.items():
             for instruction in instructions.get(asin, ()):
                 limit, text = _price_limit(product.price, rng)
@@ -206,7 +211,7 @@ class Goals(Sequence):
                 starts.append(starts[-1] + count)
         self._starts = array("q", starts)
         self._order = array("q", range(starts[-1]))
-        random.Random(233).shuffle(self._order)  # 233: the official program's
+        random.Random(233).shuffle(self._order)  # 233 is the seed in the official program
 
     def __len__(self) -> int:
         return len(self._order)
@@ -227,8 +232,12 @@ class Goals(Sequence):
 
 
 def _price_limit(price: float, rng: random.Random) -> tuple[float, str]:
-    """The larger of two of the next four multiples of ten above the price; none where there are not two."""
-    above = list(itertools.islice((10.0 * i for i in range(1, 100) if 10.0 * i > price), 4))
+    """Draw the price limit of a goal, and write its text.
+
+    Two of the next four multiples of ten above the price are drawn, and the larger one is the limit. There is
+    no limit if fewer than two multiples up to 990 are above the price.
+    """
+    above = [10.0 * i for i in range(1, 100) if 10.0 * i > price][:4]
     if len(above) < 2:
         return NO_LIMIT, ""
     limit = max(rng.sample(above, 2))
@@ -236,7 +245,7 @@ def _price_limit(price: float, rng: random.Random) -> tuple[float, str]:
 
 
 def _combination(options: dict[str, tuple[str, ...]], index: int) -> dict[str, str]:
-    """The index-th choice of one value per option, options sorted by name, the last changing fastest."""
+    """The index-th choice of one value per option, with options sorted by name. The last changes fastest."""
     names = sorted(options)
     chosen = {}
     for name in reversed(names):
@@ -250,19 +259,23 @@ def _combination(options: dict[str, tuple[str, ...]], index: int) -> dict[str, s
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A purchase judged: r_type * (matched attributes + matched options + price) / (their number)."""
+    """The score of a purchase.
+
+    reward = r_type * (matched attributes + matched options + price) / (attributes + options + 1), with the
+    numbers of attributes and options of the goal in the denominator.
+    """
 
     reward: float
-    r_type: float  # 1, 0.5, 0.1 or 0: is it the kind of product?
-    attributes: float  # share of the goal's attributes it has
-    options: float | None  # share of the goal's options chosen; None where the goal has none
-    price: bool  # within the limit
+    r_type: float  # 1, 0.5, 0.1 or 0: how close the kind of the product is to the goal's
+    attributes: float  # the share of the goal's attributes that match
+    options: float | None  # the share of the goal's options that match; None if the goal has no options
+    price: bool  # the price is within the limit
     title_score: float
     query_match: bool
     category_match: bool
 
 
-_LATIN_1 = dict.fromkeys(range(128, 256))  # dropped before comparing; other scripts stay
+_LATIN_1 = dict.fromkeys(range(128, 256))  # characters that are removed before texts are compared
 
 
 @lru_cache(maxsize=65536)
@@ -280,7 +293,11 @@ def _similar(a: str, b: str) -> bool:
 
 
 def _title_score(bought: Sequence[str], wanted: Sequence[str]) -> float:
-    """Share of the wanted title's nouns in the bought one; a repeated noun lowers it, even for one title."""
+    """The share of the wanted title's nouns that the bought title contains.
+
+    As in the official program, a noun that occurs twice in the wanted title lowers the share, even if both
+    titles are the same.
+    """
     return len(set(bought) & set(wanted)) / len(wanted) if wanted else 0.2
 
 
@@ -296,7 +313,11 @@ def judge(
     nouns: Callable[[Product], Sequence[str]],
     colors: Sequence[str],
 ) -> Score:
-    """The official reward. `wanted` is the goal's product, `nouns` gives a product's title nouns."""
+    """Score a purchase with the official reward.
+
+    bought, chosen: the product and its chosen options, {name: value}. wanted: the product of the goal. nouns:
+    a function that gives the nouns in the title of a product. colors: the color names, in official order.
+    """
     title_score = _title_score(nouns(bought), nouns(wanted))
     query_match = bought.query == wanted.query
     category_match = len(_parts(bought) & _parts(wanted)) >= 2
@@ -305,68 +326,72 @@ def judge(
         r_type = 0.1 if title_score else 0.0
 
     texts = [bought.title.lower(), " ".join(bought.bullets).lower(), bought.description.lower()]
-    attributes = sum(
-        any(wish in text for text in texts) or any(_similar(own, wish) for own in bought.attributes)
-        for wish in goal.attributes
-    )
+    attributes = 0
+    for wish in goal.attributes:
+        in_text = any(wish in text for text in texts)
+        attributes += in_text or any(_similar(attribute, wish) for attribute in bought.attributes)
 
     def color_of(option):
         return next((color for color in colors if color in option), option)
 
-    # A synthetic wish is the pair (name, value): a color counts only where it is the whole value, and what is
-    # compared is the pair written out. A human wish is a plain value.
+    # As in the official program, the wish of a synthetic goal is a pair (name, value). A color replaces the
+    # pair only if it equals one of the two, as `in` compares the elements of a pair. Else str(pair) is
+    # compared. The wish of a human goal is a string, and a color that it contains replaces it.
     wishes = goal.goal_options
-    wishes = [str(color_of(wish)) for wish in (wishes.items() if isinstance(wishes, dict) else wishes)]
+    if isinstance(wishes, dict):
+        wishes = wishes.items()
+    wishes = [str(color_of(wish)) for wish in wishes]
     values = [color_of(value) for value in chosen.values()]
     options = sum(any(_similar(value, wish) for value in values) for wish in wishes)
 
     price = bought.price <= goal.price_upper
     total = (attributes + options + price) / (len(goal.attributes) + len(wishes) + 1)
     return Score(
-        total * r_type,
-        r_type,
-        attributes / len(goal.attributes),
-        options / len(wishes) if wishes else None,
-        price,
-        title_score,
-        query_match,
-        category_match,
+        reward=total * r_type,
+        r_type=r_type,
+        attributes=attributes / len(goal.attributes),
+        options=options / len(wishes) if wishes else None,
+        price=price,
+        title_score=title_score,
+        query_match=query_match,
+        category_match=category_match,
     )
 
 
 # --- Pages ------------------------------------------------------------------------------------------------
 
 SUB_PAGES = ("Description", "Features", "Reviews", "Attributes")
-_KINDS = ("search_results", "item_page", "item_sub_page", "done")  # in the order they are looked for in a URL
+_KINDS = ("search_results", "item_page", "item_sub_page", "done")  # in the order of the tests of a URL
 
 
 class _Node(NamedTuple):
-    """A piece of visible text: "plain", "button", "product" (a link) or "option", with the option's name."""
+    """A piece of visible text."""
 
-    kind: str
+    kind: str  # "plain", "button", "product" (a link) or "option" (a value of an option)
     text: str
-    option: str = ""
+    option: str = ""  # the name of the option
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page as served: what it depends on. Its texts are made when asked for, each alone, and kept."""
+    """A page of a session. Its texts are made on demand and then kept."""
 
     goal_index: int
     instruction: str
     kind: str = "index"  # or one of _KINDS
     show_attributes: bool = False
     query: str = ""
-    number: int = 1  # which page of the results
+    number: int = 1  # the number of the page among the pages of results
     hits: tuple[Product, ...] = field(default=(), repr=False)
     product: Product | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    sub_page: str = ""
-    visited: frozenset[str] = frozenset()  # ASINs opened since the last start from the search bar
-    reward: float = 0.0  # shown on the last page
+    options: dict[str, str] = field(default_factory=dict)  # the chosen options
+    sub_page: str = ""  # one of SUB_PAGES
+    visited: frozenset[str] = frozenset()  # ASINs that were opened since the page with the search bar
+    reward: float = 0.0  # the last page shows it
 
     @cached_property
     def url(self) -> str:
+        """The URL in the official program. Some of its rules search for texts in the URL."""
         start = "http://127.0.0.1:3000"
         words = self.query.replace(" ", "+")
         match self.kind:
@@ -383,12 +408,12 @@ class Page:
 
     @property
     def shown(self) -> tuple[Product, ...]:
-        """The products on this page of the results."""
+        """The products on this page of results."""
         return self.hits[(self.number - 1) * PAGE_SIZE : self.number * PAGE_SIZE]
 
     @property
     def kind_in_url(self) -> str:
-        """What the official program takes the page for; query text can mislead it, and then does so here."""
+        """The kind of page that the official program reads from the URL. A query can mislead it."""
         return next((kind for kind in _KINDS if kind in self.url), "index")
 
     def _nodes(self) -> Iterator[_Node]:
@@ -439,7 +464,7 @@ class Page:
                 yield _Node("plain", text)
 
     def _visible(self) -> Iterator[_Node]:
-        """The nodes as an HTML parser keeps them: none that is empty or a line break, blanks as one blank."""
+        """Yield the nodes as an HTML parser does: no empty nodes or line breaks, and blanks as one blank."""
         for node in self._nodes():
             if node.text.strip(" \n\t\f\r"):
                 yield node
@@ -448,15 +473,19 @@ class Page:
 
     @cached_property
     def text(self) -> str:
+        """The official observation mode "text": the visible texts, joined by [SEP]."""
         return " [SEP] ".join(node.text.strip() for node in self._visible())
 
     @cached_property
     def text_rich(self) -> str:
+        """The official observation mode "text_rich": one line per text, with marks for buttons and clicks."""
         lines, clicked = [], []
         for kind, text, _ in self._visible():
-            is_clicked = (kind == "product" and text in self.visited) or (
-                kind == "option" and f'"{text}"' in self.url
-            )
+            is_clicked = False
+            if kind == "product":
+                is_clicked = text in self.visited
+            elif kind == "option":
+                is_clicked = f'"{text}"' in self.url  # official rule; a query with quotes can meet it too
             if kind == "plain":
                 lines.append(text)
                 continue
@@ -469,21 +498,24 @@ class Page:
 
     @cached_property
     def clickables(self) -> dict[str, _Node]:
-        """What can be clicked, by the name to click: buttons and products in page order, then options.
+        """The nodes that can be clicked, by name: buttons, then products, then values of options.
 
-        A value of two options belongs to the later; one that is named like a button takes its place.
+        A value that two options have belongs to the later option. A value with the name of a button replaces
+        the button.
         """
-        nodes = [node for node in self._nodes() if node.kind != "plain"]
+        nodes = list(self._nodes())
         out = {node.text.lower(): node for node in nodes if node.kind == "button"}
         out |= {node.text.lower(): node for node in nodes if node.kind == "product"}
-        return out | {node.text: node for node in nodes if node.kind == "option"}
+        out |= {node.text: node for node in nodes if node.kind == "option"}
+        return out
 
     @property
     def available_actions(self) -> dict:
+        """The actions in the form of the official program."""
         return {"has_search_bar": self.kind == "index", "clickables": list(self.clickables)}
 
 
-# The last page; the official program leaves most of its fields empty.
+# The texts of the last page. The official program leaves most of its fields empty.
 _RECEIPT = (
     "Thank you for shopping with us!|Your code: |None| (Paste it in your MTurk interface.)|Purchased|asin|"
     "ASIN|options|OPTIONS|attrs|None|category|None|query|None|product category|None|Target|asin|options|"
@@ -493,7 +525,7 @@ _RECEIPT = (
 
 
 def _receipt(asin: str, options: dict[str, str], reward: float) -> Iterator[_Node]:
-    """What it shows; it tells the reward, so it must not reach the agent."""
+    """Yield the texts of the last page. They show the reward, so the agent must not see them."""
     shown = json.dumps(options, sort_keys=True)
     for character in "<>&'":
         shown = shown.replace(character, f"\\u{ord(character):04x}")
@@ -507,12 +539,14 @@ def _receipt(asin: str, options: dict[str, str], reward: float) -> Iterator[_Nod
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The answer to one action: the page it led to, and what it earned. `score` only after buying."""
+    """The answer to one action: the next page and the reward. `score` is set only by a purchase."""
 
     page: Page
     reward: float = 0.0
     done: bool = False
     score: Score | None = None
+
+    # Together with `reward` and `done`, these are the fields that the official program returns.
 
     @property
     def text(self) -> str:
@@ -532,9 +566,10 @@ class Turn:
 
 
 def parse_action(action: str) -> tuple[str, str]:
-    """("search", "red shoes") from "search[Red Shoes]"; ("", "") where there is no name[argument].
+    """Parse an action: "search[Red Shoes]" -> ("search", "red shoes"). Any other text gives ("", "").
 
-    As the official pattern (.+)\\[(.+)\\], matched at the start, whatever follows; in linear time.
+    The result is the same as with the official pattern (.+)\\[(.+)\\], matched at the start of the action.
+    Unlike the pattern, this takes linear time.
     """
     line = action.split("\n", 1)[0]
     end = line.rfind("]")
@@ -543,9 +578,9 @@ def parse_action(action: str) -> tuple[str, str]:
 
 
 class Session:
-    """One customer with one goal. It holds a page and nothing else: thousands can live beside each other.
+    """One customer with one goal. A session holds only its current page, so it needs little memory.
 
-    As in the official program, buying does not lock it: the turn says `done`, a later search still answers.
+    As in the official program, a session still answers after a purchase.
     """
 
     __slots__ = ("shop", "goal_index", "goal", "page")
@@ -557,13 +592,14 @@ class Session:
         self.reset()
 
     def reset(self) -> Turn:
+        """Go to the page with the search bar."""
         self.page = Page(
             self.goal_index, self.goal.instruction_text, show_attributes=self.shop.show_attributes
         )
         return Turn(self.page)
 
     def step(self, action: str) -> Turn:
-        """Search, click, or do nothing: every other text changes nothing."""
+        """Carry out search[...] or click[...]. Other texts and clicks on unknown names change nothing."""
         name, argument = parse_action(action)
         score = None
         if name == "search":
@@ -577,12 +613,15 @@ class Session:
         return Turn(self.page, score.reward if score else 0.0, score is not None, score)
 
     def _results(self, query: str, number: int) -> Page:
+        """A page of results."""
         page = self.page
         hits = page.hits if query == page.query else self.shop.found(query)
-        found = {"query": query, "number": number, "hits": hits}
-        return replace(page, kind="search_results", product=None, options={}, **found)
+        return replace(
+            page, kind="search_results", query=query, number=number, hits=hits, product=None, options={}
+        )
 
     def _clicked(self, name: str) -> Page:
+        """The page after a click on the name, in the order of the official rules."""
         page = self.page
         if name == "back to search":
             return Page(self.goal_index, page.instruction, show_attributes=page.show_attributes)
@@ -604,10 +643,9 @@ class Session:
 
 
 class WebShop:
-    """The shop: `.goals`, `.search(query)`, `.session(goal_index)`; `.products` by ASIN, in the file's order.
+    """The shop: its products by ASIN in the order of the file (`products`), its goals, search and sessions.
 
-    `data_dir` holds the official files of one product set: the 1,000 products ("small") or all of them
-    ("all"); where both lie there, name one. Sessions share the shop and never change it.
+    Sessions share the shop and do not change it.
     """
 
     def __init__(
@@ -618,8 +656,18 @@ class WebShop:
         show_attributes: bool = False,
         product_set: str | None = None,
     ):
+        """Load the shop.
+
+        data_dir: the folder of the official files.
+        seed: for the prices and the price limits.
+        goals: "synthetic" or "human".
+        show_attributes: show the attributes of a product on a page of their own.
+        product_set: "small" (1,000 products) or "all"; needed only if the folder contains both.
+        Raises FileNotFoundError for missing files, ModuleNotFoundError for missing packages, and ValueError
+        for wrong arguments or damaged files.
+        """
         if goals not in ("synthetic", "human"):
-            raise ValueError(f'goals: "synthetic" or "human", not {goals!r}')
+            raise ValueError(f'goals must be "synthetic" or "human", not {goals!r}')
         _check_packages()
         folder = Path(data_dir)
         self.product_set = _check_files(folder, goals, product_set)
@@ -631,7 +679,8 @@ class WebShop:
         rng = random.Random(seed)
         self.products, instructions = _load(folder, goals, rng, self.product_set)
         if not self._nouns.keys() >= self.products.keys() and not _has_spacy():
-            raise ValueError(f"{nouns_file} lacks titles of {SETS[self.product_set][0]}: {_GET_NOUNS}")
+            products_file = SETS[self.product_set][0]
+            raise ValueError(f"{nouns_file} lacks titles of {products_file}: install {_GET_NOUNS}")
         self._list = list(self.products.values())
         self.goals = Goals(self.products, instructions, rng)
         documents = (product.document for product in self._list)
@@ -642,16 +691,21 @@ class WebShop:
         return f"WebShop({self.product_set}: {sizes})"
 
     def search(self, query: str, k: int = HITS) -> list[tuple[str, float]]:
-        """(ASIN, BM25 score) of the best k products, best first; equal scores by ASIN."""
-        return [(self._list[i].asin, score) for i, score in zip(*self._index.search(query, k), strict=True)]
+        """The k best products for a query: (ASIN, BM25 score), best first. ASINs order equal scores."""
+        numbers, scores = self._index.search(query, k)
+        return [(self._list[i].asin, score) for i, score in zip(numbers, scores, strict=True)]
 
     def found(self, query: str) -> tuple[Product, ...]:
-        return tuple(self._list[i] for i in self._index.search(query, HITS)[0])
+        """The products on the pages of results, best first."""
+        numbers, _ = self._index.search(query, HITS)
+        return tuple(self._list[i] for i in numbers)
 
     def session(self, goal_index: int) -> Session:
+        """Start a session. Raises IndexError if there is no such goal."""
         return Session(self, goal_index)
 
     def judge(self, bought: Product, chosen: dict[str, str], goal: Goal) -> Score:
+        """Score a purchase. `chosen` holds the chosen options, {name: value}."""
         return judge(bought, chosen, goal, self.products[goal.asin], self._title_nouns, self._colors)
 
     def _title_nouns(self, product: Product) -> list[str]:
@@ -669,46 +723,48 @@ def _check_packages() -> None:
 
 
 def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
-    """Which product set lies there; an error that names every missing file and where to get it."""
+    """Choose the product set, and raise FileNotFoundError that names every missing file and its source."""
     if product_set is not None and product_set not in SETS:
-        raise ValueError(f"product_set: one of {', '.join(SETS)}, not {product_set!r}")
+        raise ValueError(f"product_set must be one of {', '.join(SETS)}, not {product_set!r}")
     present = [name for name, files in SETS.items() if all((folder / file).exists() for file in files)]
     if product_set is None and len(present) == 2:
         both = " and ".join(SETS)
-        raise ValueError(f"{folder} holds both product sets, {both}: name one with --webshop_products")
-    chosen = product_set or (
-        present[0] if present else "all" if (folder / SETS["all"][0]).exists() else "small"
-    )
-    needed = [*SETS[chosen], *([HUMAN_GOALS] if goals == "human" else [])]
+        raise ValueError(f"{folder} contains both product sets, {both}: choose one with --webshop_products")
+    if product_set is None and present:
+        product_set = present[0]
+    elif product_set is None:  # neither is complete: name the missing files of the set that was begun
+        product_set = "all" if (folder / SETS["all"][0]).exists() else "small"
+    needed = [*SETS[product_set], HUMAN_GOALS] if goals == "human" else SETS[product_set]
     missing = [f"{file} (from {SOURCE})" for file in needed if not (folder / file).exists()]
     if not (folder / TITLE_NOUNS).exists() and not _has_spacy():
         missing.append(f"{TITLE_NOUNS}, or {_GET_NOUNS}")
     if not (folder / COLORS).exists() and not _normalizer(folder).exists():
         missing.append(
             f"{COLORS} (the list COLOR_SET in web_agent_site/engine/normalize.py of the official repository, "
-            "as JSON; it is read from there when the data lies in that repository's own folder data)"
+            "as JSON; not needed if the data lies in the folder data of that repository)"
         )
     if missing:
         raise FileNotFoundError(f"WebShop's data in {folder} is incomplete. Missing: " + "; ".join(missing))
-    return chosen
+    return product_set
 
 
 def _normalizer(folder: Path) -> Path:
+    """The source file with the colors, if the data lies in the folder data of the official repository."""
     return folder.resolve().parent / "web_agent_site" / "engine" / "normalize.py"
 
 
 def _colors(folder: Path) -> list[str]:
-    """The color names that the reward knows, in its order."""
+    """Read the color names of the reward, in official order."""
     if (folder / COLORS).exists():
         return list(stream_json(folder / COLORS))
     for node in ast.parse(_normalizer(folder).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "COLOR_SET":
             return ast.literal_eval(node.value)
-    raise ValueError(f"{_normalizer(folder)} holds no list COLOR_SET")
+    raise ValueError(f"{_normalizer(folder)} contains no list COLOR_SET")
 
 
 _GET_NOUNS = (
-    "spaCy, to find the nouns of titles for the reward: pip install spacy && "
+    "spaCy, which finds the nouns of titles for the reward: pip install spacy && "
     "python -m spacy download en_core_web_sm"
 )
 

@@ -1,37 +1,41 @@
-"""A scripted customer of WebShop, for the demonstrations of a warm start, and pages in few words.
+"""A scripted customer of WebShop for the demonstrations of the warm start, and short texts of pages.
 
-`advice` is the rule agent: it searches the instruction, takes the first hit, clicks the options that the
-instruction spells out, and buys. It is not perfect: the first hit may be another product. `brief` shortens a
-page for the tiny model, which reads only a few hundred tokens; a real language model gets the whole text.
+`advice` is the rule agent. It searches for the instruction, opens the first hit, clicks the options that the
+instruction names, and buys. It often fails, because the first hit can be another product. `brief` shortens a
+page for the tiny model, which reads only a few hundred tokens. A real language model gets the full text.
 """
 
 from __future__ import annotations
 
 import re
 
-from games.webshop import PAGE_SIZE, Page, Product
+from games.webshop import Page, Product
 
 SMALL_WORDS = {"with", "for", "and", "in", "of", "&"}
 OPTION_NAME = r"(?: with|, and) (?:(?! with )[a-z &/.])+: "  # as in "shoes with color: red, and size: 9"
-TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # kept of a page of results, of a title, of an option
+TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # what `brief` keeps of a page of results, a title, an option
 
 
 def query(instruction: str) -> str:
-    """What to search for: the words of the instruction that tell products apart, so not the price either."""
+    """The query for an instruction: its words without small words, names of options and the price limit."""
     wish = instruction.partition(", and price lower than")[0].removeprefix("Find me ").lower()
     words = re.sub(OPTION_NAME, " ", wish).replace(",", " ").split()
     return " ".join(word for word in words if word not in SMALL_WORDS)
 
 
 def wanted(product: Product, instruction: str) -> dict[str, str]:
-    """The options that the instruction spells out, as "size: large" or as a value alone."""
+    """The options of the product that the instruction names, with their values.
+
+    An instruction names an option as "size: large", or only by its value, "large". Of several values the
+    longest one counts.
+    """
     text = instruction.partition(", and price lower than")[0].lower() + ","
     out = {}
     for name, values in product.options.items():
-        named = [value for value in values if f"{name}: {value}," in text]
-        alone = [value for value in values if f" {value} " in text or f" {value}," in text]
-        if named or alone:
-            out[name] = max(named or alone, key=len)
+        with_name = [value for value in values if f"{name}: {value}," in text]
+        by_value = [value for value in values if f" {value} " in text or f" {value}," in text]
+        if with_name or by_value:
+            out[name] = max(with_name or by_value, key=len)
     return out
 
 
@@ -40,8 +44,7 @@ def advice(page: Page) -> str:
     if page.kind == "index":
         return f"search[{query(page.instruction)}]"
     if page.kind == "search_results":
-        hits = page.hits[(page.number - 1) * PAGE_SIZE : page.number * PAGE_SIZE]
-        return f"click[{hits[0].asin.lower()}]" if hits else "click[back to search]"
+        return f"click[{page.shown[0].asin.lower()}]" if page.shown else "click[back to search]"
     if page.kind == "item_sub_page":
         return "click[< prev]"
     for name, value in wanted(page.product, page.instruction).items():
@@ -51,23 +54,24 @@ def advice(page: Page) -> str:
 
 
 def haste(page: Page) -> str:
-    """What one does who does not take the time: buys before the options are chosen, turns the page."""
+    """A hasty action: turn the page of results, or buy before the options are chosen."""
     return {"search_results": "click[next >]", "item_page": "click[buy now]"}.get(page.kind, "click[< prev]")
 
 
 def brief(page: Page) -> str:
-    """The page in few words: titles and lists of values are cut ("..." says so), buttons left out."""
+    """Shorten a page: no buttons, and long titles and lists end in "..."."""
     if page.kind == "search_results":
-        hits = page.hits[(page.number - 1) * PAGE_SIZE : page.number * PAGE_SIZE]
-        lines = [f"{hit.asin} {_cut(hit.title.split(), TITLE_WORDS)} {hit.price_tag};" for hit in hits]
+        lines = []
+        for hit in page.shown:
+            lines.append(f"{hit.asin} {_cut(hit.title.split(), TITLE_WORDS)} {hit.price_tag};")
         return f"page {page.number}; {_cut(lines, TITLES)}"
     if page.kind == "item_page":
         product = page.product
-        options = [
-            f"{name}: {_cut([f'{value},' for value in values], VALUES)}"
-            for name, values in product.options.items()
-        ]
-        return "; ".join(["item", *options, _cut(product.title.split(), TITLE_WORDS), product.price_tag])
+        parts = ["item"]
+        for name, values in product.options.items():
+            parts.append(f"{name}: {_cut([f'{value},' for value in values], VALUES)}")
+        parts += [_cut(product.title.split(), TITLE_WORDS), product.price_tag]
+        return "; ".join(parts)
     return page.sub_page or "search bar"
 
 

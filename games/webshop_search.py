@@ -1,16 +1,19 @@
-"""WebShop's search engine: Lucene 8's English analyzer and its BM25, so that the same query finds the same
-products in the same order (webshop.py is the shop).
+"""WebShop's search engine: Lucene 8's English analyzer and BM25. webshop.py is the shop.
 
-`words` cuts a text as UAX #29 does, `terms` makes of each word what Lucene indexes (possessive off, lower
-case, no stop words, Porter's stem), `Index` counts and scores. Exact down to Lucene's 32-bit floats and its
-document lengths rounded to one byte, because both decide the order of close results.
+A query finds the same products in the same order as in the official program. `words` splits a text by the
+rules of UAX #29. `terms` converts words to index terms: no possessive, lower case, no stop words, Porter's
+stem. `Index` counts and scores. Two details of Lucene decide the order of close results, so they are exact:
+32-bit floats, and document lengths rounded to one byte.
 
-BM25 (k1 = 0.9, b = 0.4), summed over the query's words, a repeated word counted each time:
+BM25 (k1 = 0.9, b = 0.4) is summed over the words of the query, with repeated words counted each time:
 
-    idf = ln(1 + (N - df + 0.5) / (df + 0.5)),  score = idf tf / (tf + k1 (1 - b + b length / mean length))
+    idf = ln(1 + (N - df + 0.5) / (df + 0.5))
+    score = idf tf / (tf + k1 (1 - b + b length / mean length))
 
-Left out: Hebrew's quotation marks inside words, Lucene's limit of 1,024 query words, and all its query syntax
-(none is used here: every character of a query is text).
+N is the number of documents, df the number of documents with the term, tf its count in the document.
+
+Left out: Hebrew quotation marks inside words, Lucene's limit of 1,024 query words, and its query syntax:
+every character of a query is text.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 K1, B = np.float32(0.9), np.float32(0.4)
-LONGEST_WORD = 255  # Lucene cuts longer ones
+LONGEST_WORD = 255  # Lucene splits longer words
 _STOP_WORDS = """
 a an and are as at be but by for if in into is it no not of on or such that the their then there these they
 this to was will with
@@ -34,14 +37,14 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 # --- Text analysis ----------------------------------------------------------------------------------------
 
-# Pictographs of Lucene's Unicode (11) that a newer Unicode no longer counts as such: ★ ♡ ☞ ...
+# These characters, such as ★ ♡ ☞, are pictographs in Lucene's Unicode 11, but not in newer versions.
 _PICTOGRAPHS = (
     r"\u2388\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2763-\u2767"
     r"\U0001F000-\U0001F0FF\U0001F249-\U0001F3FA\U0001F400-\U0001F53D\U0001F546-\U0001F64F"
     r"\U0001F680-\U0001F6FF"
 )
 
-# One letter for each class of characters that the rules tell apart; the first that fits. All others are "o".
+# The rules distinguish these classes of characters. The first class that fits counts; the rest is class "o".
 _CLASSES = [
     ("J", r"\p{Han}"),
     ("h", r"\p{Hiragana}"),
@@ -49,13 +52,13 @@ _CLASSES = [
     ("N", r"[\p{WB=Numeric}\uFF10-\uFF19]"),
     ("K", r"\p{WB=Katakana}"),
     ("E", r"\p{WB=ExtendNumLet}"),
-    ("S", r"\p{LB=SA}"),  # Thai, Lao, Khmer, ...: runs without blanks
+    ("S", r"\p{LB=SA}"),  # Thai, Lao, Khmer and others, which write words without blanks between them
     ("m", r"\p{WB=MidLetter}"),
     ("b", r"[\p{WB=MidNumLet}\p{WB=Single_Quote}]"),
     ("u", r"\p{WB=MidNum}"),
     ("z", r"\u200D"),  # joins emoji
-    ("V", r"[\uFE0E\uFE0F]"),  # asks for an emoji's plain or coloured form
-    ("k", r"\u20E3"),  # makes a keycap of the character before it
+    ("V", r"[\uFE0E\uFE0F]"),  # selects the plain or the coloured form of an emoji
+    ("k", r"\u20E3"),  # turns the character before it into a keycap
     ("G", r"\p{Emoji_Modifier}"),
     ("x", r"[\p{WB=Extend}\p{WB=Format}]"),
     ("R", r"\p{WB=Regional_Indicator}"),
@@ -66,12 +69,12 @@ _CLASSES = [
 
 
 class _ClassOf(dict):
-    """Code point -> its letter, found when first seen: a table for str.translate."""
+    """Map code points to the letters of their classes, for str.translate. Filled on demand."""
 
     def __missing__(self, code_point: int) -> str:
         import regex
 
-        letter = next((name for name, which in _CLASSES if regex.match(which, chr(code_point))), "o")
+        letter = next((name for name, pattern in _CLASSES if regex.match(pattern, chr(code_point))), "o")
         self[code_point] = letter
         return letter
 
@@ -80,14 +83,18 @@ _class_of = _ClassOf()
 
 
 def _word_pattern() -> re.Pattern:
-    """UAX #29 and Lucene's emoji rules over class letters. No part can fail late, so time stays linear."""
-    x = "[xzVk]"  # these belong to the character before them
-    letters = f"A[A{x[1:-1]}]*(?:(?:E[E{x[1:-1]}]*|[mb]{x}*)A[A{x[1:-1]}]*)*"
-    numbers = f"N[N{x[1:-1]}]*(?:(?:E[E{x[1:-1]}]*|[bu]{x}*)N[N{x[1:-1]}]*)*"
-    katakana = f"K[K{x[1:-1]}]*(?:E[E{x[1:-1]}]*K[K{x[1:-1]}]*)*"
+    """Compile the rules of UAX #29 and Lucene's rules for emoji, over the letters of classes.
+
+    No part of the pattern backtracks far, so the time to match is linear.
+    """
+    extend = "xzVk"  # characters of these classes belong to the character before them
+    x = f"[{extend}]"
+    letters = f"A[A{extend}]*(?:(?:E[E{extend}]*|[mb]{x}*)A[A{extend}]*)*"
+    numbers = f"N[N{extend}]*(?:(?:E[E{extend}]*|[bu]{x}*)N[N{extend}]*)*"
+    katakana = f"K[K{extend}]*(?:E[E{extend}]*K[K{extend}]*)*"
     run = f"(?:{katakana}|(?:{letters}|{numbers})+)"
     underscores = f"(?:E{x}*){{0,{LONGEST_WORD}}}"
-    word = f"{underscores}{run}(?:E[E{x[1:-1]}]*{run})*(?:E{x}*)*"
+    word = f"{underscores}{run}(?:E[E{extend}]*{run})*(?:E{x}*)*"
     joiners = f"z{{0,{LONGEST_WORD}}}"
     tail = f"(?:[xk]|z(?!{joiners}[MBG]))*"
     emoji = f"(?:(?:{joiners}B{tail})?G{tail}|{joiners}[MB]{tail}V?)"
@@ -99,12 +106,14 @@ _WORD = _word_pattern()
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, as they stand: "Women's 2.5x4 T-Shirt" -> Women's, 2.5x4, T, Shirt."""
+    """Split a text into words: "Women's 2.5x4 T-Shirt" -> ["Women's", "2.5x4", "T", "Shirt"]."""
     spans = [match.span() for match in _WORD.finditer(text.translate(_class_of))]
     out = [text[start:end] for start, end in spans]
     if any(len(word) > LONGEST_WORD for word in out):
-        step = LONGEST_WORD
-        out = [word[i : i + step] for word in out for i in range(0, len(word), step)]
+        pieces = []
+        for word in out:
+            pieces += [word[i : i + LONGEST_WORD] for i in range(0, len(word), LONGEST_WORD)]
+        return pieces
     return out
 
 
@@ -116,7 +125,7 @@ def _stemmer():
 
 
 def _term(word: str) -> str | None:
-    """What is indexed of a word: its stem in lower case; None for a stop word."""
+    """Convert a word to its index term, the stem in lower case. Returns None for a stop word."""
     if word[-2:] in ("'s", "'S", "’s", "’S", "＇s", "＇S"):
         word = word[:-2]
     word = word.lower()
@@ -127,6 +136,7 @@ _cached_term = lru_cache(maxsize=65536)(_term)
 
 
 def terms(text: str) -> list[str]:
+    """Split a text into index terms: "The women's RUNNING shoes" -> ["women", "run", "shoe"]."""
     return [term for word in words(text) if (term := _cached_term(word)) is not None]
 
 
@@ -134,15 +144,17 @@ def terms(text: str) -> list[str]:
 
 
 def _rounded_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Document lengths as Lucene stores them in one byte: exact up to 40, then four leading bits of what
-    exceeds 24."""
+    """Round document lengths as Lucene does to store them in one byte.
+
+    Lengths up to 40 are exact. Of a larger length minus 24, only the four leading bits remain.
+    """
     excess = np.maximum(lengths - 24, 0)
-    dropped = np.maximum(np.frexp(excess.astype(np.float64))[1] - 4, 0)  # frexp: the number of bits
+    dropped = np.maximum(np.frexp(excess.astype(np.float64))[1] - 4, 0)  # frexp gives the number of bits
     return np.where(lengths < 24, lengths, 24 + (excess >> dropped << dropped))
 
 
 class _TermNumbers(dict):
-    """Word -> number of its term, -1 for a stop word; a new word is analysed once."""
+    """Map words to the numbers of their terms, -1 for stop words. Filled on demand."""
 
     def __init__(self):
         self.vocabulary: dict[str, int] = {}
@@ -154,48 +166,68 @@ class _TermNumbers(dict):
         return number
 
 
+def _counted(found: array, ends: array, first: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Count the terms of a block of documents.
+
+    found: the term numbers of all documents. ends: where each document ends. first: the number of the first
+    document. Returns the postings [terms, documents, counts], sorted by term, and the document lengths.
+    """
+    term = np.frombuffer(found, np.int32)
+    document = np.repeat(np.arange(len(ends)), np.diff(np.frombuffer(ends, np.int64), prepend=0))
+    document, term = document[term >= 0], term[term >= 0]
+    lengths = np.bincount(document, minlength=len(ends))
+    pairs, counts = np.unique(term.astype(np.int64) << 32 | document + first, return_counts=True)
+    postings = [(pairs >> 32).astype(np.int32), pairs.astype(np.int32), counts.astype(np.int32)]
+    return postings, lengths
+
+
 class Index:
-    """BM25 over documents given once; built in blocks, in time linear in the text but for sorting a block."""
+    """An index of fixed documents for BM25.
+
+    It is built in blocks of documents, to limit the memory. The time is linear in the length of the text,
+    except for sorting each block.
+    """
 
     BLOCK = 4_000_000  # words
 
     def __init__(self, documents: Iterable[str], names: Sequence[str]):
-        """`names` decide between equal scores (the smaller string first), as Lucene was told to."""
+        """Build the index. `names` orders documents with equal scores, as in the official program.
+
+        Raises ValueError if there are not as many names as documents.
+        """
         numbers = _TermNumbers()
-        blocks, lengths = [], []
-        found, ends = array("i"), array("q")
-
-        def close_block():
-            nonlocal found, ends
-            if not ends:
-                return
-            term = np.frombuffer(found, np.int32)
-            document = np.repeat(np.arange(len(ends)), np.diff(np.frombuffer(ends, np.int64), prepend=0))
-            document, term = document[term >= 0], term[term >= 0]
-            first = sum(map(len, lengths))
-            lengths.append(np.bincount(document, minlength=len(ends)))
-            pairs, counts = np.unique(term.astype(np.int64) << 32 | document + first, return_counts=True)
-            blocks.append([(pairs >> 32).astype(np.int32), pairs.astype(np.int32), counts.astype(np.int32)])
-            found, ends = array("i"), array("q")
-
+        blocks = []
+        lengths = [np.zeros(0, np.int64)]  # of the documents, by block
+        first = 0  # the number of the block's first document
+        found, ends = array("i"), array("q")  # the terms of the block, and where each document ends
         for text in documents:
             found.extend([numbers[word] for word in words(text)])
             ends.append(len(found))
             if len(found) >= self.BLOCK:
-                close_block()
-        close_block()
+                block, length = _counted(found, ends, first)
+                blocks.append(block)
+                lengths.append(length)
+                first += len(ends)
+                found, ends = array("i"), array("q")
+        if ends:
+            block, length = _counted(found, ends, first)
+            blocks.append(block)
+            lengths.append(length)
 
         self.vocabulary = numbers.vocabulary
-        length = np.concatenate([*lengths, np.zeros(0, np.int64)])
+        length = np.concatenate(lengths)
         self.size = len(length)
         if self.size != len(names):
-            raise ValueError(f"{self.size} documents and {len(names)} names: each document needs its own")
+            raise ValueError(f"{self.size} documents and {len(names)} names: give one name for each document")
         self._rank = np.empty(self.size, np.int32)
         self._rank[np.argsort(np.array(names, dtype=object), kind="stable")] = np.arange(self.size)
         self._merge(blocks, length)
 
     def _merge(self, blocks: list, length: np.ndarray) -> None:
-        """One list of postings for each term: its documents, and for each 1 + tf / (k1 (1 - b + ...))."""
+        """Merge the blocks to one list of postings for each term, and empty them to free their memory.
+
+        The postings of a term are its documents, and for each of them 1 + tf / (k1 (1 - b + ...)).
+        """
         n_terms = len(self.vocabulary)
         frequencies = np.zeros(n_terms, np.int64)
         for term, _, _ in blocks:
@@ -207,7 +239,7 @@ class Index:
         mean = np.float32(max(length.sum(), 1) / max(self.size, 1))
         rounded = _rounded_lengths(length).astype(np.float32)
         inverse = np.float32(1) / (K1 * ((np.float32(1) - B) + B * rounded / mean))
-        free = self._starts[:-1].copy()  # where each term's next posting goes
+        free = self._starts[:-1].copy()  # the place of the next posting of each term
         for block in blocks:
             term, document, count = block
             within = np.bincount(term, minlength=n_terms)
@@ -220,7 +252,10 @@ class Index:
         self._idf = np.log(1 + (self.size - frequencies + 0.5) / (frequencies + 0.5)).astype(np.float32)
 
     def search(self, query: str, k: int = 50) -> tuple[list[int], list[float]]:
-        """The numbers of the best k documents and their scores, best first; fewer where fewer match."""
+        """Find the k best documents that contain a term of the query.
+
+        Returns their numbers and their scores, best first.
+        """
         sums = np.zeros(self.size)
         for term, count in Counter(terms(query)).items():
             number = self.vocabulary.get(term)

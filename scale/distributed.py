@@ -1,15 +1,16 @@
-"""Several processes ("ranks") that work as one: data parallelism with torch.distributed, small and explicit.
+"""Ranks: several processes that train one policy, with torch.distributed.
 
-`torchrun --nproc_per_node=8 train.py ...` starts the ranks. They share out work, never knowledge: each plays
-some of the episodes, scores some of the rows and computes the gradient of some of them, and then all are told
-all of it. So every rank holds the same episodes, advantages, replay buffer and weights, draws the same random
-numbers, and takes the same decisions; a rank that gets no work takes part in every exchange all the same, so
-uneven shares cannot hang. Python objects travel over gloo, gradients of a GPU over its own backend.
+`torchrun --nproc_per_node=8 train.py ...` starts the ranks. Ranks split the work, not the data: each plays,
+scores and differentiates its share, and the results are gathered on every rank. So every rank holds the same
+episodes, advantages, replay buffer and weights, draws the same random numbers and takes the same decisions.
+A rank without work still takes part in every collective, so uneven shares cannot hang. Python objects travel
+over gloo, gradients on a GPU over the GPU's own backend.
 
-With one process nothing is started, and every function here does nothing or gives back what it was given.
+With one process nothing is started, and every function here returns its argument or does nothing.
 
-A rank that fails says why and ends; the connections of the others break, which raises `RankLost` in them, and
-torchrun ends them too. Left out: shards of a model, weights that are not on every rank, ranks that come back.
+A rank that fails prints its error and ends. This breaks the connections of the others, which raises
+`RankLost` there; torchrun ends them too. Left out: sharded models, weights that differ between ranks, ranks
+that rejoin.
 """
 
 from __future__ import annotations
@@ -27,26 +28,28 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
-TO_START = datetime.timedelta(minutes=5)  # for all ranks to find each other
-TO_ANSWER = datetime.timedelta(days=2)  # rank 0 may fit a model meanwhile; one that ends is noticed at once
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
+TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
+TO_ANSWER = datetime.timedelta(
+    days=2
+)  # others wait while rank 0 fits a model; a dead rank is noticed at once
 TO_PRINT = datetime.timedelta(seconds=10)
-BUCKET = 2**26  # elements of gradients that are sent together: 256 MB in fp32
+BUCKET = 2**26  # gradient elements per all-reduce: 256 MB in fp32
 
-_store = None  # where the ranks met
+_store = None  # torch's key-value store, shared by the ranks
 
 
 class RankLost(RuntimeError):
-    """Another rank has ended."""
+    """Another rank has ended or broken its connection."""
 
 
-# --- who is there -------------------------------------------------------------------------------------------
+# --- start and stop ---
 
 
 def start() -> None:
-    """Join the ranks that the environment variables of torchrun tell of; without any, or with one, nothing.
+    """Join the other ranks, as torchrun's environment variables say. With one rank, do nothing.
 
-    Raises ValueError if the variables make no sense.
+    Raises ValueError if a variable is missing or malformed.
     """
     global _store
     rank, ranks = rank_of_environment()
@@ -62,29 +65,29 @@ def start() -> None:
 
 
 def _stop(*_) -> None:
-    """torchrun ends the ranks that are left, often before they notice that one is gone: that is as Ctrl-C."""
+    """Treat SIGTERM like Ctrl-C: torchrun sends it to the remaining ranks when one has ended."""
     _stop_once()
     raise KeyboardInterrupt
 
 
 def _stop_once() -> None:
-    """This rank is about to end: nothing shall come between it and what it has to say."""
+    """Ignore further SIGTERMs, so that this rank can print its error before it ends."""
     if world_size() > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def rank_of_environment() -> tuple[int, int]:
-    """(this rank, how many there are) as the environment variables say. Raises ValueError."""
+    """Return (this rank, number of ranks) from the environment variables. Raises ValueError if malformed."""
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if not given.keys() & {"RANK", "WORLD_SIZE"}:
         return 0, 1
     start = "start several processes with torchrun, or unset these variables for one"
     if missing := ", ".join(name for name in VARIABLES if name not in given):
-        there = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise ValueError(f"of torchrun's environment variables {there} are set, but not {missing}; {start}")
+        present = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"torchrun's environment variables {present} are set, but not {missing}; {start}")
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not given[name].isdecimal():
-            raise ValueError(f"environment variable {name}={given[name]}: is no number; {start}")
+            raise ValueError(f"environment variable {name}={given[name]}: is not a number; {start}")
     rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
     if rank >= ranks:
         raise ValueError(f"environment variable RANK={rank}: must be below WORLD_SIZE={ranks}; {start}")
@@ -92,7 +95,7 @@ def rank_of_environment() -> tuple[int, int]:
 
 
 def stop() -> None:
-    """The end of a run that went well. After an error a rank just ends."""
+    """Leave the group at the end of a successful run. After an error a rank simply exits."""
     if world_size() > 1:
         wait()
         dist.destroy_process_group()
@@ -100,41 +103,47 @@ def stop() -> None:
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is: 0 is the one that prints and writes files."""
+    """Return this process's rank. Rank 0 prints and writes files."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def local_rank() -> int:
-    """Which of those on this machine this is."""
+    """Return this process's rank among those on this machine."""
     return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
 
 
 def local_world_size() -> int:
-    """How many of them are on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or world_size()) if world_size() > 1 else 1
 
 
 def print_once(text: str) -> None:
-    """Print an error that other ranks may have seen too: the first to get here does, the others wait for it,
-    since torchrun ends all of them as soon as one has ended."""
+    """Print an error that other ranks may have met too.
+
+    The first rank to call this prints; the others wait for it, since torchrun ends all ranks as soon as one
+    has ended.
+    """
     _stop_once()
     try:
         first = world_size() == 1 or _store.add("reported", 1) == 1
-    except RuntimeError:  # the rank that kept the store has ended
+    except RuntimeError:  # the rank that hosts the store has ended
         first = True
     if first:
         print(text, file=sys.stderr, flush=True)
     if world_size() > 1:
         with contextlib.suppress(RuntimeError):
-            _store.set("printed", "") if first else _store.wait(["printed"], TO_PRINT)
+            if first:
+                _store.set("printed", "")
+            else:
+                _store.wait(["printed"], TO_PRINT)
 
 
-# --- exchange -----------------------------------------------------------------------------------------------
+# --- shares and gathers ---
 
 
 @contextlib.contextmanager
@@ -148,7 +157,7 @@ def _rank_lost_on_error() -> Iterator[None]:
 
 
 def gather(items: list) -> list:
-    """The items of all ranks, rank 0's first, on every rank. They are pickled, so others are copies."""
+    """Concatenate the items of all ranks, rank 0's first, on every rank. Items are copied by pickling."""
     if world_size() == 1:
         return items
     parts: list = [None] * world_size()
@@ -158,19 +167,19 @@ def gather(items: list) -> list:
 
 
 def wait() -> None:
-    """Until all ranks are here."""
+    """Block until every rank has called this."""
     gather([])
 
 
 def on_rank_0(call: Callable):
-    """What `call` returns on rank 0, where alone it is called. The others wait for it."""
+    """Call `call` on rank 0 only and return its result on every rank."""
     return gather([call() if rank() == 0 else None])[0]
 
 
 def shares(costs: list[float], n: int) -> list[list[int]]:
-    """The places 0, 1, ... of the costs dealt out to n, for sums that are about equal; some may get none.
+    """Split the places 0, 1, ... of `costs` into n shares with about equal sums; a share may be empty.
 
-    The dearest is dealt first, each to whoever has least by then.
+    Greedy: the most expensive place goes first, each to the share with the smallest sum so far.
     """
     dealt: list[list[int]] = [[] for _ in range(n)]
     loads = [0.0] * n
@@ -182,14 +191,15 @@ def shares(costs: list[float], n: int) -> list[list[int]]:
 
 
 def local_share(costs: list[float]) -> list[int]:
-    """This rank's share: places in `costs`."""
+    """Return this rank's share: places in `costs`."""
     return shares(costs, world_size())[rank()]
 
 
 def map_over_ranks(call: Callable[[list], list], items: list, costs: list[float] | None = None) -> list:
-    """call(items), one result for each: every rank calls it with its share, then all have all, in order.
+    """Return call(items), a list with one result per item, computed in shares by all ranks.
 
-    Shares are balanced by `costs`; without, they are runs of neighbours, equally many.
+    Every rank calls `call` with its share of the items; the results are gathered in the items' order. Shares
+    are balanced by `costs`; without costs they are runs of neighbours of about equal length.
     """
     if world_size() == 1:
         return call(items)
@@ -223,29 +233,30 @@ class Totals:
         return {name: total / counts[name] for name, total in sums.items()}
 
 
-# --- gradients ----------------------------------------------------------------------------------------------
+# --- gradients ---
 
 
 def sum_gradients(parameters: list[Tensor]) -> None:
-    """Replace every gradient by its sum over the ranks; a rank that has none, having had no rows, adds 0.
+    """Replace every gradient by its sum over the ranks.
 
-    One that no rank has stays None, so that AdamW passes it by. The parameters have one dtype and device.
+    A rank without rows contributes zeros. A gradient that is None on every rank stays None, so AdamW skips
+    that parameter. All parameters have one dtype and one device.
     """
     if world_size() == 1:
         return
     for bucket in _buckets(parameters):
         flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in bucket]
-        there = bucket[0].new_tensor([p.grad is not None for p in bucket])  # summed too: who has one
-        summed = torch.cat([*flat, there])
+        present = bucket[0].new_tensor([p.grad is not None for p in bucket])  # summed: ranks with a gradient
+        summed = torch.cat([*flat, present])
         with _rank_lost_on_error():
             dist.all_reduce(summed, group=_group(summed.device.type))
-        *sums, there = summed.split([*(p.numel() for p in bucket), len(bucket)])
-        for p, total, ranks in zip(bucket, sums, there.tolist(), strict=True):
+        *sums, present = summed.split([*(p.numel() for p in bucket), len(bucket)])
+        for p, total, ranks in zip(bucket, sums, present.tolist(), strict=True):
             p.grad = total.view_as(p) if ranks else None
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of parameters with at most BUCKET elements; a larger one goes alone."""
+    """Yield runs of parameters with at most BUCKET elements; a larger parameter is a run of its own."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and sum(other.numel() for other in bucket) + p.numel() > BUCKET:
@@ -258,17 +269,17 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 @functools.cache
 def _group(device: str):
-    """The ranks' connection for tensors of that kind of device, made when it is first used."""
+    """Return the process group for tensors on this kind of device, made on first use."""
     if device == "cpu":
         return None  # gloo, the default
     return dist.new_group(timeout=TO_ANSWER, backend=dist.get_default_backend_for_device(device))
 
 
 def check_alike(parameters: list[Tensor]) -> None:
-    """Raises RuntimeError if the ranks' weights have drifted apart, which no metric would show."""
+    """Raise RuntimeError if the ranks' weights differ, which no metric would show."""
     sums = [float(p.detach().double().sum()) for p in parameters] if world_size() > 1 else []
     if any(other != sums for other in gather([sums])):
         raise RuntimeError(
-            f"the weights of rank {rank()} are not those of the others: the ranks train different policies; "
-            "let them be GPUs of one kind, with one version of everything"
+            f"the weights of rank {rank()} differ from those of other ranks: the ranks train different "
+            "policies; use GPUs of one kind and equal package versions"
         )

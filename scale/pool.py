@@ -1,18 +1,20 @@
-"""Many environments behind one call per turn: in this process, or spread over worker processes.
+"""Play many environments with one call per turn, in this process or in worker processes.
 
-`Pool` holds environments by slot. A turn sends one message to each worker that has something to do, then
-gathers the answers, so workers run side by side. A reset deals its slots to the workers anew, in equal shares
-and those of one game together: an engine that must prepare a game does so in one worker. All randomness of an
-episode is the caller's, so nothing depends on the number of workers.
+A `Pool` holds one environment per slot. A turn sends one message to each worker that has work, then collects
+the answers, so the workers run side by side. Each reset divides its slots among the workers in equal shares
+and keeps slots with the same game together, so that an engine prepares a game in as few workers as possible.
+The caller draws all random numbers, so episodes do not depend on the number of workers.
 
-A worker is this file run as a script, with one socket to its parent. It begins from nothing, so it holds
-neither torch nor the caller's program, which multiprocessing's "spawn" would import again and "fork" would
-copy with its threads. It ends when the socket does, however the parent ended.
+A worker is a new Python process with one connection to its parent. It does not use multiprocessing's "spawn",
+which would import the caller's program again (and torch with it), nor "fork", which would copy a process that
+has threads. A worker ends when its parent does, however the parent ended.
 
-An engine that breaks (EnvironmentCrashed) costs its own episode; a worker that dies or hangs is replaced and
-costs the episodes it held. Any other exception is a mistake in a program and is raised in the caller.
+Failures:
+    EnvironmentCrashed in an engine   ends its own episode
+    a worker that dies or hangs       is replaced; all episodes in it end
+    any other exception               is a bug, and is raised in the caller with the worker's traceback
 
-Left out: moving an episode that has begun, and workers on other machines.
+Left out: moving an episode to another worker after its start, and workers on other machines.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import os
 import pickle
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,29 +32,37 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from envs import Env, EnvironmentCrashed, View
 
-ROOT = str(Path(__file__).parent.parent)
-START = f"import sys; sys.path[:0] = [{ROOT!r}]; from scale.pool import main; main()"
-START_SECONDS = 900.0  # for a worker to build its first environment, which may read much
-GRACE_SECONDS = 1.0  # for a worker to end by itself once its socket is closed
-ALIVE_SECONDS = 0.1  # a worker that is busy for longer says so, after each of its slots
+START_SECONDS = 900.0  # time limit for building a worker's first environment, which may read large files
+GRACE_SECONDS = 1.0  # time for a worker to end by itself after its connection is closed
+ALIVE_SECONDS = 0.1  # a busy worker sends a sign of life at most this often, after each of its slots
+ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # the folder from which this module is imported
+WORKER = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from {__name__} import main; main()"  # for python -c
 
 
-class _Slots:
-    """The environments of one process by slot. One that crashed is not used again."""
+class Slots:
+    """Hold the environments of one process by slot.
+
+    An environment that has crashed is dropped; the next reset of its slot takes another one.
+    """
 
     def __init__(self, make_env: Callable[[], Env], first: Env):
-        self.make_env, self.spare, self.envs = make_env, [first], {}
+        self.make_env = make_env
+        self.spare = [first]  # environments without a slot
+        self.envs: dict[int, Env] = {}
         self.games: dict[int, tuple[str, int]] = {}
-        self.crashes: list[tuple[str, str]] = []  # (game, reason), until they are told
+        self.crashes: list[tuple[str, str]] = []  # (game, reason), not reported yet
 
-    def ask(self, kind: str, slot: int, *given):
-        """The answer of that slot; None where the environment crashed or there is none."""
+    def ask(self, kind: str, slot: int, *arguments):
+        """Return the environment's answer to "reset", "step" or "expert".
+
+        Returns None if the environment crashes, or if the slot has none because it crashed earlier.
+        """
         if kind == "reset" and slot not in self.envs:
             self.envs[slot] = self.spare.pop() if self.spare else self.make_env()
         if slot not in self.envs:
@@ -61,23 +70,48 @@ class _Slots:
         env = self.envs[slot]
         try:
             if kind == "reset":
-                self.games[slot] = given
-                return env.reset(*given)
+                self.games[slot] = arguments
+                return env.reset(*arguments)
             if kind == "step":
-                return env.step(*given)
+                return env.step(*arguments)
             return env.searching_expert(), env.look_around
         except EnvironmentCrashed as crash:
             del self.envs[slot]
-            self.crashes.append(("{} {}".format(*self.games[slot]), str(crash)))
+            split, index = self.games[slot]
+            self.crashes.append((f"{split} {index}", str(crash)))
             return None
 
-    def leave(self, slots: list[int]) -> None:
-        """Their next games are another worker's."""
-        self.spare += [self.envs.pop(slot) for slot in slots if slot in self.envs]
+    def release(self, slots: list[int]) -> None:
+        """Free these slots, whose next games another worker plays; their environments become spare."""
+        for slot in slots:
+            if slot in self.envs:
+                self.spare.append(self.envs.pop(slot))
 
-    def crashes_untold(self) -> list[tuple[str, str]]:
-        told, self.crashes = self.crashes, []
-        return told
+    def take_crashes(self) -> list[tuple[str, str]]:
+        """Return the crashes (game, reason) since the last call."""
+        crashes, self.crashes = self.crashes, []
+        return crashes
+
+
+def assign(games: dict[int, tuple[str, int]], load: list[int]) -> dict[int, int]:
+    """Choose a worker for each slot.
+
+    games: the game that each slot is about to start.
+    load: for each worker, the number of episodes that it still plays.
+
+    Each game goes to the worker with the least load. When that worker has its equal share of all episodes,
+    the game's other slots go to the next worker.
+    """
+    load = list(load)
+    share = math.ceil((sum(load) + len(games)) / len(load))
+    workers: dict[int, int] = {}
+    last, worker = None, 0
+    for slot in sorted(games, key=games.__getitem__):
+        if games[slot] != last or load[worker] >= share:
+            last, worker = games[slot], load.index(min(load))
+        load[worker] += 1
+        workers[slot] = worker
+    return workers
 
 
 class _WorkerLost(Exception):
@@ -85,47 +119,56 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """One child process and the socket to it. Each message is answered by one, after any signs of life."""
+    """One child process and the connection to it.
+
+    The worker answers each message with one result, after any number of signs of life.
+    """
 
     def __init__(self):
-        self.socket, theirs = socket.socketpair()
-        self.answers = self.socket.makefile("rb")
+        self.connection, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START, str(theirs.fileno())],
+                [sys.executable, "-c", WORKER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # engines print; the caller's standard output is the caller's
-                start_new_session=True,  # Ctrl-C in a terminal reaches the parent alone
+                stdout=2,  # engines print to standard error: standard output belongs to the caller
+                start_new_session=True,  # Ctrl-C in a terminal interrupts only the parent
             )
 
     def send(self, message, timeout: float) -> None:
+        """Send a message. The answer may take `timeout` seconds per slot."""
+        # Connection.send has no time limit: it waits while the socket's buffer (about 200 KB) is full. That
+        # is safe: a worker gets a message only after it has answered the last one, and by then it reads.
+        # Only a worker that is stopped from outside (SIGSTOP) can block the parent, if the message is larger
+        # than the buffer. Connection.recv is safe for the same reason: a worker sends only whole answers.
         self.heard, self.timeout = time.monotonic(), timeout
         try:
-            self._wait()
-            self.socket.sendall(pickle.dumps(message))
+            self.connection.send(message)
         except OSError as error:
-            raise _WorkerLost(self._why(error)) from error
+            raise _WorkerLost(self._exit_status()) from error
 
     def receive(self):
-        try:
-            self._wait()
-            while (said := pickle.load(self.answers))[0] == "alive":
-                self.heard = said[1]
-                self._wait()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise _WorkerLost(self._why(error)) from error
-        if said[0] == "mistake":
-            raise RuntimeError(f"an environment failed in a worker process:\n{said[1]}")
-        return said[1]
+        """Return the answer to the last message. Raises _WorkerLost, or RuntimeError for a worker's bug."""
+        while True:
+            left = self.heard + self.timeout - time.monotonic()
+            try:
+                if not self.connection.poll(max(left, 0.0)):  # 0.0: an answer that has arrived is still read
+                    raise _WorkerLost(f"{self.process.pid} gave no answer in time")
+                kind, value = self.connection.recv()
+            except (OSError, EOFError) as error:
+                raise _WorkerLost(self._exit_status()) from error
+            if kind == "answer":
+                return value
+            if kind == "error":
+                raise RuntimeError(f"an environment failed in a worker process:\n{value}")
+            self.heard = value  # kind "alive": the time at which it was sent
 
     def hang_up(self) -> None:
-        """Close the socket: the worker reads its end and ends."""
-        self.answers.close()
-        self.socket.close()
+        """Close the connection. The worker then reads its end and exits."""
+        self.connection.close()
 
     def end(self, seconds: float) -> int:
-        """Its exit status; it is killed if it has not ended by itself in so long."""
+        """Return the exit status. A worker that does not exit by itself within `seconds` is killed."""
         self.hang_up()
         try:
             return self.process.wait(seconds)
@@ -133,86 +176,83 @@ class _Worker:
             self.process.kill()
             return self.process.wait()
 
-    def _wait(self) -> None:
-        left = self.heard + self.timeout - time.monotonic()
-        self.socket.settimeout(max(left, 0.01))  # what has come already is still read
-
-    def _why(self, error: Exception) -> str:
-        if isinstance(error, TimeoutError):
-            return f"{self.process.pid} gave no answer in time"
+    def _exit_status(self) -> str:
         return f"{self.process.pid} ended with exit status {self.end(GRACE_SECONDS)}"
 
 
 class Pool:
-    """Environments by slot, any number of slots; a slot's environment is built at its first reset.
+    """Any number of slots, each with an environment that is built at the slot's first reset.
 
-    workers: 0 plays in this process; else that many processes, for which `make_env` must be picklable.
-    timeout: seconds a worker may take for the answer of one slot before it counts as hung; it answers one
-    after the other. All it held is lost then, also what it did for other slots in that turn.
-    `env` is an environment of this process, to be asked for what never changes: name, splits, vocabulary.
+    make_env: builds one environment; with workers it must be picklable.
+    workers: number of worker processes; 0 plays in this process.
+    timeout: seconds that a worker may take for the answer of one slot. A worker answers its slots one after
+        another. One that takes longer counts as hung and loses all its episodes.
 
-    An answer of None says that the episode in that slot has crashed; a warning tells each reason once. Any
-    exception but a crash closes a pool that has workers. Else it is closed by `close`, by garbage collection
-    or at Python's exit.
+    `env` is an environment of this process, for facts that never change: name, splits, vocabulary.
+
+    Answers are dictionaries by slot. None means that the slot's episode has crashed; a warning shows each
+    reason once. Any exception other than a crash closes a pool that has workers. Otherwise the pool is closed
+    by `close`, by garbage collection or when Python exits.
     """
 
     def __init__(self, make_env: Callable[[], Env], workers: int = 0, timeout: float = 300.0):
         self.timeout = timeout
         self.env = make_env()
-        self._here = _Slots(make_env, self.env)
-        self._reasons: set[str] = set()  # of crashes, told already
-        self._workers: dict[int, _Worker] = {}
-        self._place: dict[int, int] = {}  # of each slot, among the workers
-        self._left: dict[int, list[int]] = {}  # slots that have left a place, until that worker is told
+        self._local = Slots(make_env, self.env)
+        self._reasons: set[str] = set()  # of crashes, with a warning already
+        self._workers: list[_Worker] = []
+        self._worker_of: dict[int, int] = {}  # by slot
+        self._released: dict[int, list[int]] = {}  # by worker: slots that left it since its last message
         self._playing: set[int] = set()  # the slots of the last step
-        self._end = weakref.finalize(self, _end, self._workers)
+        self._finalizer = weakref.finalize(self, _end, self._workers)
         if workers:
             self._make_env = pickle.dumps(make_env)
             with self._closed_by_exceptions():
-                self._start(range(workers))
+                for _ in range(workers):
+                    self._workers.append(_Worker())
+                self._build_first(range(workers))
 
     def reset(self, games: dict[int, tuple[str, int]]) -> dict[int, View | None]:
-        """Begin the games (split, index) in their slots."""
+        """Start a game (split, index) in each slot; return the first views."""
         if self._workers:
-            self._deal(games)
+            self._assign(games)
         return self._ask([("reset", slot, *game) for slot, game in games.items()])
 
     def step(self, actions: dict[int, str]) -> dict[int, View | None]:
-        """Act in those slots."""
+        """Take each slot's action; return the next views."""
         self._playing = set(actions)
         return self._ask([("step", slot, action) for slot, action in actions.items()])
 
     def expert(self, slots: Iterable[int]) -> dict[int, tuple[str, str] | None]:
-        """(the searching expert's action, the action that looks around) in those slots' present states."""
+        """Return (the searching expert's action, the action that looks around) in each slot's state."""
         return self._ask([("expert", slot) for slot in slots])
 
     def close(self) -> None:
-        """End the workers, at once or within `GRACE_SECONDS`. A closed pool plays no more."""
-        self._end()
+        """End the workers, within `GRACE_SECONDS`. A closed pool raises RuntimeError when it is used."""
+        self._finalizer()
 
-    def _deal(self, games: dict[int, tuple[str, int]]) -> None:
-        """Give each game to the worker that has least to do, what is over its share to the next."""
-        load = Counter(self._place[slot] for slot in self._playing - games.keys() if slot in self._place)
-        share = math.ceil((load.total() + len(games)) / len(self._workers))
-        last, place = None, 0
-        for slot in sorted(games, key=games.__getitem__):
-            if games[slot] != last or load[place] >= share:
-                last, place = games[slot], min(self._workers, key=load.__getitem__)
-            load[place] += 1
-            if self._place.get(slot, place) != place:
-                self._left.setdefault(self._place[slot], []).append(slot)
-            self._place[slot] = place
+    def _assign(self, games: dict[int, tuple[str, int]]) -> None:
+        """Assign each slot that starts a game to a worker; note the slots that leave another worker."""
+        load = [0] * len(self._workers)
+        for slot in self._playing - games.keys():
+            if slot in self._worker_of:
+                load[self._worker_of[slot]] += 1
+        for slot, worker in assign(games, load).items():
+            before = self._worker_of.get(slot, worker)
+            if before != worker:
+                self._released.setdefault(before, []).append(slot)
+            self._worker_of[slot] = worker
 
     def _ask(self, calls: list[tuple]) -> dict:
-        """The answers to (kind, slot, ...) by slot."""
-        if not self._end.alive:
+        """Return the answers to calls (kind, slot, ...) by slot, and warn of crashes."""
+        if not self._finalizer.alive:
             raise RuntimeError("this pool of environments is closed")
         if self._workers:
             with self._closed_by_exceptions():
                 answers, crashes = self._ask_workers(calls)
         else:
-            answers = {call[1]: self._here.ask(*call) for call in calls}
-            crashes = self._here.crashes_untold()
+            answers = {call[1]: self._local.ask(*call) for call in calls}
+            crashes = self._local.take_crashes()
         for game, reason in crashes:
             if reason not in self._reasons:
                 self._reasons.add(reason)
@@ -220,48 +260,52 @@ class Pool:
         return answers
 
     def _ask_workers(self, calls: list[tuple]) -> tuple[dict, list]:
-        """The answers, and the crashes among them."""
+        """Return the answers by slot and the crashes (game, reason). Workers that are lost are replaced."""
         shares: dict[int, list[tuple]] = {}
         for call in calls:
-            shares.setdefault(self._place.get(call[1], 0), []).append(call)
+            shares.setdefault(self._worker_of.get(call[1], 0), []).append(call)
         answers: dict[int, object] = {call[1]: None for call in calls}
         crashes: list[tuple[str, str]] = []
         lost: dict[int, _WorkerLost] = {}
-        for place, share in shares.items():
+        for i, share in shares.items():
             try:
-                self._workers[place].send((self._left.pop(place, []), share), self.timeout)
+                self._workers[i].send((self._released.pop(i, []), share), self.timeout)
             except _WorkerLost as loss:
-                lost[place] = loss
-        for place in shares:
-            if place not in lost:
-                try:
-                    given, broken = self._workers[place].receive()
-                except _WorkerLost as loss:
-                    lost[place] = loss
-                else:
-                    answers |= given
-                    crashes += broken
-        for place, loss in lost.items():
+                lost[i] = loss
+        for i in [i for i in shares if i not in lost]:
+            try:
+                worker_answers, worker_crashes = self._workers[i].receive()
+            except _WorkerLost as loss:
+                lost[i] = loss
+            else:
+                answers |= worker_answers
+                crashes += worker_crashes
+        for i, loss in lost.items():
             warnings.warn(f"worker process {loss}: it is replaced, its episodes crashed", stacklevel=4)
-            self._workers[place].end(0.0)
-        self._start(lost)
+            self._workers[i].end(0.0)
+            self._workers[i] = _Worker()
+        self._build_first(lost)
         return answers, crashes
 
-    def _start(self, places: Iterable[int]) -> None:
-        """Put new workers there. One that does not come up is an error: a second one would not either."""
-        for place in places:
-            self._workers[place] = _Worker()
+    def _build_first(self, places: Iterable[int]) -> None:
+        """Have new workers build their first environments, side by side.
+
+        Raises RuntimeError if a worker ends before that: another one would fail in the same way.
+        """
         try:
-            for place in places:
-                self._workers[place].send((sys.path, self._make_env), START_SECONDS)
-            for place in places:
-                self._workers[place].receive()
+            for i in places:
+                self._workers[i].send((sys.path, self._make_env), START_SECONDS)
+            for i in places:
+                self._workers[i].receive()
         except _WorkerLost as loss:
             raise RuntimeError(f"new worker process {loss}") from loss
 
     @contextlib.contextmanager
     def _closed_by_exceptions(self):
-        """Answers may be on their way still when one is raised: none may be taken for a later one's."""
+        """Close the pool after an exception.
+
+        Unread answers may remain in the connections. They must not be read as answers to later calls.
+        """
         try:
             yield
         except BaseException:
@@ -269,56 +313,54 @@ class Pool:
             raise
 
 
-def _end(workers: dict[int, _Worker]) -> None:
-    for worker in workers.values():
+def _end(workers: list[_Worker]) -> None:
+    """End all workers of a pool at the same time."""
+    for worker in workers:
         worker.hang_up()
     deadline = time.monotonic() + GRACE_SECONDS
-    for worker in workers.values():
+    for worker in workers:
         worker.end(max(deadline - time.monotonic(), 0.0))
     workers.clear()
 
 
-# The worker's side.
+# --- in the worker process ----------------------------------------------------------------------------------
 
 
-def _serve(parent: socket.socket) -> None:
-    """Answer what comes until the parent is gone.
+def _serve(parent: Connection) -> None:
+    """Answer the parent's messages until the connection ends (EOFError).
 
-    What is said: ("alive", the time), any number of them, then ("answer", value) or ("mistake", its text).
+    Replies are ("alive", time), any number of them, then ("answer", value) or ("error", traceback).
     """
-    requests = parent.makefile("rb")
-
-    def say(what: str, value) -> None:
-        parent.sendall(pickle.dumps((what, value)))
-
-    path, make_env = pickle.load(requests)
-    sys.path[:] = path  # what the caller can import can be imported here
+    path, pickled = parent.recv()
+    sys.path[:] = path  # the worker can import all that the caller can
     try:
-        make_env = pickle.loads(make_env)
+        make_env = pickle.loads(pickled)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the caller's own environment has told of the data already
-            slots = _Slots(make_env, make_env())
+            warnings.simplefilter("ignore")  # the caller's own environment has shown the same warnings
+            slots = Slots(make_env, make_env())
     except Exception:
-        return say("mistake", traceback.format_exc())
-    say("answer", None)
+        parent.send(("error", traceback.format_exc()))
+        return
+    parent.send(("answer", None))
     while True:
-        left, calls = pickle.load(requests)
-        slots.leave(left)
-        answers, said = {}, time.monotonic()
+        released, calls = parent.recv()
+        slots.release(released)
+        answers, last_sign = {}, time.monotonic()
         try:
             for call in calls:
                 answers[call[1]] = slots.ask(*call)
-                if (now := time.monotonic()) > said + ALIVE_SECONDS:
-                    said = now
-                    say("alive", now)
-        except Exception:  # whatever it is, the caller is to see it
-            say("mistake", traceback.format_exc())
+                now = time.monotonic()
+                if now > last_sign + ALIVE_SECONDS:
+                    last_sign = now
+                    parent.send(("alive", now))
+        except Exception:  # a bug of any kind is raised in the caller
+            parent.send(("error", traceback.format_exc()))
         else:
-            say("answer", (answers, slots.crashes_untold()))
+            parent.send(("answer", (answers, slots.take_crashes())))
 
 
-def _end_with(parent: socket.socket) -> None:
-    """A thread that ends a worker whose parent is gone even while an environment is busy or hangs."""
+def _exit_with(parent: Connection) -> None:
+    """End this worker when its parent is gone, even while an environment is busy or hangs (in a thread)."""
     gone = select.poll()
     gone.register(parent, 0)
     gone.poll()
@@ -327,9 +369,11 @@ def _end_with(parent: socket.socket) -> None:
 
 
 def main() -> None:
+    """Run a worker. Its last argument is the file descriptor of its end of the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = socket.socket(fileno=int(sys.argv[1]))
-    parent.set_inheritable(False)
-    threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, or done
+    descriptor = int(sys.argv[-1])
+    os.set_inheritable(descriptor, False)
+    parent = Connection(descriptor)
+    threading.Thread(target=_exit_with, args=[parent], daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone, or has closed the connection
         _serve(parent)

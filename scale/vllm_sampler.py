@@ -1,4 +1,12 @@
-"""Sampling replies with vLLM."""
+"""Sampling replies with vLLM: `--sampler vllm`, for LoRA adapters.
+
+vLLM loads its own copy of the base from the folder or hub id that the trainer loaded. Before an agent samples
+with new weights, `VLLMSampler` loads the agent's adapter into the engine. Log-probs are at the sampling
+temperature and equal the trainer's up to rounding, as with `KVSampler`.
+
+Left out: full weights, which would have to be copied at every update; tensor parallelism (each rank runs its
+own engine); generating while the trainer updates. Critics and the reference model never sample.
+"""
 
 from __future__ import annotations
 
@@ -17,70 +25,71 @@ import torch
 from sampler import Sample, check_lengths
 from scale import distributed
 
+MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM accepts for max_lora_rank
+
+
+class EngineError(Exception):
+    """vLLM cannot start with this model or on this machine."""
+
 
 @dataclass
 class Synced:
-    """The adapter that the engine has of an agent."""
+    """An agent's adapter as it was loaded into the engine."""
 
     policy: object
-    version: int  # of the policy when it was saved
-    request: object  # vLLM's LoRARequest: its name, number and the folder it was read from
+    version: int  # the policy's, when the adapter was saved
+    request: object  # vLLM's LoRARequest: the adapter's name, number and folder
 
 
 class VLLMSampler:
-    """Decodes with vLLM, for LoRA alone. The first call starts the engine, from where the base was loaded.
+    """Decodes LoRA policies with vLLM. The first call of `sample` starts the engine.
 
-    An agent's adapter is handed over whenever it has changed, every time with a new name and number and in
-    its own folder, since vLLM goes by these: under an old one it would go on with old weights, or with an
-    old prefix cache. A request that names an adapter which the engine lacks would block it for good, so an
-    adapter is added before the one it replaces is removed.
+    A changed policy's adapter is loaded again, with a new name, a new number and a new folder.
+    vLLM identifies adapters and cached prefixes by these, so with an old name it would use old weights. The
+    new adapter is loaded before the old one is removed, because a request for a missing adapter would block
+    the engine forever.
 
-    A row draws from a seed of its own generator's, so that rows differ and none depends on its neighbours but
-    by rounding.
+    vLLM draws a row's tokens from a seed, and each seed comes from the row's generator. So rows differ, and a
+    row depends on its neighbours only by rounding.
     """
 
     def __init__(self, max_length: int, memory: float):
-        """max_length: of prompt and reply together. memory: the engine's share of a GPU's."""
+        """max_length: tokens of a prompt and its reply. memory: the engine's share of the GPU memory."""
         self.max_length, self.memory = max_length, memory
         self._llm = None
         self._synced: dict[str, Synced] = {}  # by the agent's name
         self._numbers = itertools.count(1)
 
     def reset(self) -> None:
+        """Clear the prefix cache. Raises RuntimeError if the engine refuses."""
         if self._llm is not None and self._llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM keeps its prefix cache: requests are still running")
 
     def close(self) -> None:
+        """Stop the engine and free its memory."""
         if self._llm is not None:
             self._llm = stop_vllm(self._llm)
             self._synced.clear()
 
     def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens) -> list[Sample]:
-        """Temperature 0 takes the likeliest token; its log-probs are then those at temperature 1. `episodes`
-        are of no use: vLLM finds out by itself what prompts have in common."""
-        policy.activate()  # refuses an agent that was discarded
-        # One that is too long would fail all others with it, or have its reply cut short
+        """See `Sampler.sample`. `episodes` is not used, because vLLM finds common prefixes itself.
+
+        Raises EngineError if the engine cannot start, ValueError for a policy with full weights.
+        """
+        policy.activate()  # raises for a discarded agent
+        # vLLM would fail the whole call for one prompt that is too long, or shorten its reply
         check_lengths(prompts, max_tokens, self.max_length, "vLLM was started for")
         adapter = self._sync(policy)
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [sampling_params(policy, rng, temperature, max_tokens) for rng in rngs],
-            lora_request=adapter,  # always: base rows beside those of an adapter may silently get the adapter
+            lora_request=adapter,  # for all rows: base rows next to adapter rows may silently use the adapter
             use_tqdm=False,
         )
-        return [self._sample(output.outputs[0], policy.chat.stop_ids) for output in outputs]
-
-    def _sample(self, reply, stop_ids: list[int]) -> Sample:
-        ids = list(reply.token_ids)
-        logprobs = [entry[token].logprob for token, entry in zip(ids, reply.logprobs, strict=True)]
-        if any(map(math.isnan, logprobs)):
-            raise FloatingPointError("the policy's logits are not numbers: lower its learning rate")
-        if not ids or reply.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM gave a reply of {len(ids)} tokens up: {reply.finish_reason}")
-        return Sample(ids, logprobs, stopped=ids[-1] in stop_ids)
+        return [sample_of(output.outputs[0], policy.chat.stop_ids) for output in outputs]
 
     def _sync(self, policy):
-        """Have the engine hold the policy's adapter as it is now."""
+        """Load the policy's adapter unless the engine has it. Returns its LoRARequest."""
         old = self._synced.get(policy.name)
         if old and old.policy is policy and old.version == policy.version:
             return old.request
@@ -90,94 +99,126 @@ class VLLMSampler:
 
         number = next(self._numbers)
         name = f"{policy.name}@{policy.version}-{number}"
-        # The engine reads the folder now and never again, so nothing of a run that is killed stays behind
+        # The engine reads the folder once, now, so the folder can be removed at once
         with tempfile.TemporaryDirectory(prefix="rspo-adapter-") as folder:
             policy.save_adapter(Path(folder) / name)
             request = LoRARequest(name, number, str(Path(folder) / name))
             if not self._llm.llm_engine.add_lora(request):
-                raise RuntimeError(f"vLLM does not take the adapter {name}")
+                raise RuntimeError(f"vLLM does not accept the adapter {name}")
         self._synced[policy.name] = Synced(policy, policy.version, request)
         if old:
             self._llm.llm_engine.remove_lora(old.request.lora_int_id)
-        self.reset()  # no prefix was computed with the new adapter: a belt to the braces of its name
+        self.reset()  # to be safe: the new name already prevents the reuse of old prefixes
         return request
 
 
+def sample_of(reply, stop_ids: list[int]) -> Sample:
+    """Convert vLLM's reply. Raises FloatingPointError for a NaN log-prob, RuntimeError if it was aborted."""
+    ids = list(reply.token_ids)
+    logprobs = [entry[token].logprob for token, entry in zip(ids, reply.logprobs, strict=True)]
+    if any(math.isnan(logprob) for logprob in logprobs):
+        raise FloatingPointError("the policy's logits are not numbers: lower its learning rate")
+    if not ids or reply.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a reply after {len(ids)} tokens: {reply.finish_reason}")
+    return Sample(ids, logprobs, stopped=ids[-1] in stop_ids)
+
+
 def sampling_params(policy, rng: random.Random, temperature: float, max_tokens: int):
-    """The model's own distribution at this temperature, every setting given: none is left to a checkpoint."""
+    """Return vLLM's SamplingParams for the whole distribution at this temperature.
+
+    Every setting is given, so that no default of the checkpoint applies.
+    """
     from vllm import SamplingParams
 
     return SamplingParams(
-        **{"temperature": temperature, "max_tokens": max_tokens, "seed": rng.getrandbits(63), "n": 1},
-        **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0},
-        **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        n=1,
+        seed=rng.getrandbits(63),
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        min_tokens=0,
+        max_tokens=max_tokens,
         stop_token_ids=policy.chat.stop_ids,
-        logprobs=0,  # the sampled token's alone
+        logprobs=0,  # only that of the sampled token
         detokenize=False,
     )
 
 
-class EngineError(Exception):
-    """vLLM does not start with this model, or not on this machine."""
-
-
-MAX_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-
-
 def start_vllm(policy, max_length: int, memory: float):
-    """An engine in this process, with the base that the policy's adapters are trained on."""
+    """Start an engine in this process, with the base of the policy's adapter. Returns vLLM's LLM.
+
+    Raises ValueError if vLLM cannot load the base of this policy, EngineError if the engine does not run.
+    """
     base = policy.base
     if base.peft is None:
-        raise ValueError("vLLM samples LoRA adapters alone: full weights would go stale in it")
+        raise ValueError("vLLM only samples LoRA adapters: full weights would go stale in it")
     if base.changed:
         raise ValueError("vLLM loads the starting model from a folder: save it first")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns of the tokenizer that it is not given
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    settings = {"gpu_memory_utilization": memory}
-    if policy.device.type == "cpu":
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer's threads are its own
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # Its blocks of 128 tokens would hold no short prompt, so that no prefix would ever be shared
-        settings = {"enforce_eager": True, "block_size": 32}
-    if distributed.world_size() > 1:  # an engine per rank, that finds the ranks' connections there already
-        settings["distributed_executor_backend"] = "external_launcher"
+    set_environment(policy.device.type)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # of what torch deprecates
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # torch's deprecations
     from vllm import LLM, SamplingParams
 
-    rank = base.peft.peft_config[policy.name].r
     try:
-        llm = LLM(
-            model=base.model.name_or_path,
-            skip_tokenizer_init=True,  # token ids in, token ids out
-            use_tqdm_on_load=False,
-            dtype=str(base.model.dtype).removeprefix("torch."),
-            max_model_len=max_length,
-            generation_config="vllm",  # nothing of the checkpoint's
-            logprobs_mode="processed_logprobs",  # at the temperature; the raw ones are not
-            enable_prefix_caching=True,
-            enable_lora=True,
-            max_loras=2,
-            max_cpu_loras=3,  # of A, of B, and a new one beside them
-            max_lora_rank=min(size for size in MAX_LORA_RANKS if size >= rank),
-            **settings,
-        )
-        # Some models are taken and then cannot be run, on a CPU those with heads of 16: one token tells
+        llm = LLM(**engine_settings(policy, max_length, memory))
+        # vLLM accepts some models that it cannot run, on a CPU those with heads of 16: sample one token
         once = SamplingParams(max_tokens=1, detokenize=False)
         llm.generate([{"prompt_token_ids": [0]}], once, lora_request=None, use_tqdm=False)
     except (ValueError, RuntimeError) as error:
         why = textwrap.shorten(str(error), 400, placeholder=" ...")
         raise EngineError(f"vLLM does not start with {base.model.name_or_path}: {why}") from error
-    torch.set_num_threads = set_threads  # on a CPU it puts a function there that does nothing
+    torch.set_num_threads = set_threads  # on a CPU vLLM replaces it by a function that does nothing
     torch.set_num_threads(threads)
     return llm
 
 
+def set_environment(device_type: str) -> None:
+    """Set the environment variables that vLLM reads on import, unless the user has set them."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would warn that it has no tokenizer
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device_type == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def engine_settings(policy, max_length: int, memory: float) -> dict:
+    """Return the arguments of vLLM's LLM."""
+    model = policy.base.model
+    rank = policy.base.peft.peft_config[policy.name].r
+    settings = {
+        "model": model.name_or_path,
+        "skip_tokenizer_init": True,  # prompts and replies are token ids
+        "use_tqdm_on_load": False,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": max_length,
+        "generation_config": "vllm",  # ignore the checkpoint's
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "enable_prefix_caching": True,
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_cpu_loras": 3,  # those of A and B, and a new one that replaces one of them
+        "max_lora_rank": min(size for size in MAX_LORA_RANKS if size >= rank),
+    }
+    if policy.device.type == "cpu":
+        settings["enforce_eager"] = True
+        settings["block_size"] = 32  # vLLM shares whole blocks; its 128 tokens exceed most prompts here
+    else:
+        settings["gpu_memory_utilization"] = memory
+    if distributed.world_size() > 1:  # each rank runs its own engine, on the connections that exist already
+        settings["distributed_executor_backend"] = "external_launcher"
+    return settings
+
+
 def stop_vllm(llm) -> None:
+    """Stop an engine that `start_vllm` started."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     llm.llm_engine.engine_core.shutdown()
-    if distributed.world_size() == 1:  # else it would take the ranks' connections down
+    if distributed.world_size() == 1:  # with more ranks this would close the connections between them
         cleanup_dist_env_and_memory()

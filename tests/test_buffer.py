@@ -3,11 +3,7 @@ import math
 from collections import Counter
 
 import pytest
-import torch
-from device import DEVICE
-from torch import tensor
 
-from batch import Row, micro_batches, pad_rows, rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 
 NAN = float("nan")
@@ -42,7 +38,16 @@ def distinct(trajectories):
 # Records
 
 
-def test_the_reward_is_whichever_is_read():
+def test_a_group_returns_the_usable_episodes_with_a_finite_reward():
+    scored = episode(steps=[step(dense_score=0.5)])
+    infinite = episode(steps=[step(dense_score=math.inf)])
+    crashed = episode(steps=[step(dense_score=0.5)], stop=StopReason.CRASHED)
+    members = Group("task", [scored, infinite, crashed])
+    assert members.usable("dense") == [scored]
+    assert members.usable("outcome") == [scored, infinite]
+
+
+def test_both_rewards_of_an_episode_can_be_read():
     failed = episode(0.0, steps=[step(dense_score=9.0) for _ in range(3)])
     assert failed.reward("outcome") == 0 and failed.reward("dense") == 27
     won = episode(1.0, steps=[step(dense_score=score) for score in (0.25, -0.5, 0.125)])
@@ -50,7 +55,7 @@ def test_the_reward_is_whichever_is_read():
     assert won.outcome == 1
 
 
-def test_a_reward_that_is_not_there_is_refused():
+def test_an_unknown_or_missing_reward_is_refused():
     with pytest.raises(ValueError, match="'swapped'.*'outcome' or 'dense'"):
         episode().reward("swapped")
     with pytest.raises(ValueError, match="step 1 of task task .* score it first"):
@@ -85,89 +90,12 @@ def test_a_trajectory_survives_json_unchanged(stop):
     assert again.steps[1].dense_score is None and isinstance(again.steps[0], Step)
 
 
-# Rows
-
-
-def three_turns(append_only):
-    """Three turns of ten action tokens (100.., 200.., 300..) with ten tokens of observation between them."""
-    steps, seen = [], [1, 2]
-    for turn in (1, 2, 3):
-        action = list(range(100 * turn, 100 * turn + 10))
-        steps.append(step(seen, action))
-        seen = seen + action + [9] * 10 if append_only else [1, 2, turn]
-    return episode(steps=steps)
-
-
-ACTIONS = [*range(100, 110), *range(200, 210), *range(300, 310)]
-
-
-@pytest.mark.parametrize(("append_only", "lengths"), [(True, [52]), (False, [12, 13, 13])])
-def test_the_action_mask_shows_exactly_the_sampled_tokens(append_only, lengths):
-    rows = rows_of(three_turns(append_only))
-    assert [len(row.input_ids) for row in rows] == lengths  # append-only: 2 + 10 + 10 + 10 + 10 + 10
-    batch = pad_rows(rows, 0, DEVICE)
-    assert batch.input_ids[batch.action_mask].tolist() == ACTIONS
-    assert sum(row.action_tokens for row in rows) == 30
-    assert [x for row in rows for x in tensor(row.input_ids)[row.action_mask].tolist()] == ACTIONS
-
-
-def test_a_turn_starts_a_new_row_when_its_prompt_does_not_extend_the_last():
-    steps = [
-        step([1], [10, 11]),
-        step([1, 10, 11, 2], [20]),
-        step([1, 2], [30]),
-        step([1, 2, 30, 4], [40, 41]),
-    ]
-    first, second = rows_of(episode(steps=steps))
-    assert first.input_ids == [1, 10, 11, 2, 20] and first.spans == [(0, 1, 3), (1, 4, 5)]
-    assert second.input_ids == [1, 2, 30, 4, 40, 41] and second.spans == [(2, 2, 3), (3, 4, 6)]
-    # One number for each step of the episode, or one for each action token
-    assert second.spread([0.1, 0.2, 3.0, 4.0]).tolist() == [0, 0, 3, 0, 4, 4]
-    assert first.spread([[1.0, 2.0], [3.0], [0.0], [0.0, 0.0]]).tolist() == [0, 1, 2, 0, 3]
-    for wrong in ([1.0, 2.0, 3.0], [[1.0], [3.0], [0.0], [0.0, 0.0]], [[1.0, 2.0, 3.0], 0.0, 0.0, 0.0]):
-        with pytest.raises(AssertionError):
-            first.spread(wrong)
-
-
-def test_making_rows_leaves_the_steps_alone():
-    trajectory, untouched = three_turns(True), three_turns(True)
-    rows_of(trajectory)[0].input_ids.append(77)
-    assert trajectory == untouched
-
-
-def test_rows_are_padded_on_the_right_and_columns_with_them():
-    rows = [Row(episode(), [5, 6, 7], [(0, 1, 2)]), Row(episode(), [8, 9], [(0, 1, 2)])]
-    batch = pad_rows(rows, 3, DEVICE)
-    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
-    assert batch.attention_mask.tolist() == [[True, True, True], [True, True, False]]
-    assert batch.action_mask.tolist() == [[False, True, False], [False, True, False]]
-    batch.store("old_logprobs", tensor([[0.0, -1, 0], [0, -2, 99]], requires_grad=True, device=DEVICE))
-    assert rows[0].old_logprobs.tolist() == [0, -1, 0] and rows[1].old_logprobs.tolist() == [0, -2]
-    assert not rows[0].old_logprobs.requires_grad and rows[0].old_logprobs.device.type == "cpu"
-    assert batch.column("old_logprobs").device == batch.input_ids.device
-    assert batch.column("old_logprobs").tolist() == [[0, -1, 0], [0, -2, 0]]
-    for wrong in (torch.zeros(2, 1), torch.zeros(1, 3), torch.zeros(2, 4)):
-        with pytest.raises(AssertionError):
-            batch.store("old_logprobs", wrong)
-
-
-def test_micro_batches_hold_every_row_once_within_the_token_budget():
-    lengths = [3, 40, 7, 7, 1, 12, 5, 20, 2, 6]
-    rows = [Row(episode(), [i] * length, [(0, 0, length)]) for i, length in enumerate(lengths)]
-    batches = list(micro_batches(rows, 24, 99, DEVICE))
-    assert sorted(row.input_ids[0] for batch in batches for row in batch.rows) == list(range(10))
-    # 40 is over the budget and goes alone; then 20 | 12, 7 | 7, 6, 5 | 3, 2, 1
-    assert [list(batch.input_ids.shape) for batch in batches] == [[1, 40], [1, 20], [2, 12], [3, 7], [3, 3]]
-    assert sum(int(batch.action_mask.sum()) for batch in batches) == sum(lengths)
-    assert list(micro_batches([], 24, pad_id=99)) == []
-
-
 # The order of the replay buffer
 
 
 def test_equal_scores_never_compare_payloads():
     buffer = ReplayBuffer()
-    buffer.add([Group("task", [episode(task={"a": tensor([1, 2])}) for _ in range(5)])])
+    buffer.add([Group("task", [episode(task={"not": "comparable"}) for _ in range(5)])])
     assert distinct(buffer.sample(5)) == 5
 
 
@@ -198,7 +126,7 @@ def test_the_advantage_of_an_episode_is_the_sum_over_its_steps():
         assert tasks(buffer.sample(2)) == ["up", "down"]
 
 
-def test_many_successes_are_spread_over_the_updates():
+def test_ties_go_to_the_episode_with_the_fewest_draws():
     buffer = ReplayBuffer()
     buffer.add([group(1, 1, 1, 0, 1, 1, 1)])
     draws = [buffer.sample(2) for _ in range(3)]
@@ -217,7 +145,7 @@ def test_few_successes_are_drawn_by_every_update():
     assert distinct(failures) == 5
 
 
-def test_ties_follow_the_seed_and_never_the_order_of_arrival():
+def test_ties_are_broken_by_the_seed_not_by_the_order_of_arrival():
     def first(strategy, seed):
         buffer = ReplayBuffer(strategy, seed=seed)
         buffer.add([Group("task", [episode(1.0, task=str(i)) for i in range(4)])])
@@ -241,15 +169,13 @@ def test_variance_draws_from_the_most_mixed_groups_first():
 
 
 def test_variance_is_that_of_the_whole_group_without_its_crashed_episodes():
-    buffer = ReplayBuffer("variance", capacity=2)
+    buffer = ReplayBuffer("variance")
     crashed = [episode(0.0, task="won", stop=StopReason.CRASHED), episode(NAN, task="won")]
     buffer.add([Group("won", [episode(1.0, task="won"), *crashed])])
     buffer.add([group(0, 0, 0, 0, 1, task="hard"), group(1, 0, task="even")])
-    assert buffer.rejected == 2
-    # variances 0, 0.16 and 0.25: the two of "even" stay, and 2/9 of a later group does not move them out
-    assert tasks(buffer.sample(9)) == ["even", "even"]
     buffer.add([group(0, 1, 1, task="later")])
-    assert tasks(buffer.sample(9)) == ["even", "even"]
+    # variances: even 0.25, later 2/9, hard 0.16, and won 0, since its crashed episodes are left out
+    assert tasks(buffer.sample(11)) == ["even"] * 2 + ["later"] * 3 + ["hard"] * 5 + ["won"]
 
 
 def test_one_success_in_five_ties_with_one_failure_in_five():
@@ -258,7 +184,7 @@ def test_one_success_in_five_ties_with_one_failure_in_five():
     assert set(tasks(buffer.sample(5))) == {"one", "four"}
 
 
-def test_random_looks_at_no_outcome_and_no_earlier_draw():
+def test_random_ignores_outcomes_and_earlier_draws():
     successes, repeats = 0, 0
     for seed in range(400):
         buffer = ReplayBuffer("random", seed=seed)
@@ -269,7 +195,7 @@ def test_random_looks_at_no_outcome_and_no_earlier_draw():
     assert 70 < successes < 130 and 70 < repeats < 130  # 100 +- 3.5 std
 
 
-# Units, capacity, age
+# Units and age
 
 
 def test_a_sample_holds_distinct_episodes_and_fewer_if_there_are_fewer():
@@ -283,13 +209,13 @@ def test_a_sample_holds_distinct_episodes_and_fewer_if_there_are_fewer():
 
 
 def test_whole_groups_of_distinct_episodes():
-    buffer = ReplayBuffer(unit="group", capacity=32)
+    buffer = ReplayBuffer(unit="group")
     buffer.add([group(1, *[0] * 7, task=str(i)) for i in range(4)])
     draw = buffer.sample(16)
     assert distinct(draw) == 16 and sorted(Counter(tasks(draw)).values()) == [8, 8]
     assert set(tasks(buffer.sample(16))) | set(tasks(draw)) == set("0123")  # the other two groups
     buffer.add([group(1, 1, *[0] * 6, task="better")])
-    assert len(buffer) == 32
+    assert len(buffer) == 40
     assert set(tasks(buffer.sample(8))) == {"better"}
 
 
@@ -315,38 +241,14 @@ def test_groups_by_variance():
     assert tasks(buffer.sample(4)) == ["mixed"] * 4
 
 
-def test_a_capacity_evicts_the_lowest_first():
-    buffer = ReplayBuffer(capacity=3)
-    buffer.add([group(0, 1, 0, 1, 0.5)])
-    assert len(buffer) == 3 and outcomes(buffer.sample(5)) == [1, 1, 0.5]
-    buffer.add([group(0.25)])
-    assert outcomes(buffer.sample(5)) == [1, 1, 0.5]
-    buffer.add([group(0.75)])
-    assert outcomes(buffer.sample(5)) == [1, 1, 0.75]
-
-
-def test_among_equals_the_one_drawn_most_is_evicted():
-    buffer = ReplayBuffer(capacity=2)
-    buffer.add([group(1, 1, task="old")])
-    buffer.sample(1)
-    buffer.add([group(1, task="new")])
-    assert sorted(tasks(buffer.sample(2))) == ["new", "old"]
-
-
-def test_evicted_groups_are_whole_and_those_without_spread_go_first():
-    buffer = ReplayBuffer(unit="group", capacity=7)
-    buffer.add([group(1, 1, 1, task="won"), group(0, 0, 1, task="hard"), group(0, 1, 1, task="easy")])
-    assert len(buffer) == 6 and tasks(buffer.sample(6)) == ["easy"] * 3 + ["hard"] * 3
-
-
-def test_unusable_episodes_are_left_out_and_counted():
+def test_unusable_episodes_are_left_out():
     for unit in ("episode", "group"):
         buffer = ReplayBuffer(unit=unit)
         crashed = episode(1.0, stop=StopReason.CRASHED)
         buffer.add(
             [Group("task", [episode(1.0), crashed, episode(NAN), episode(0.0)]), Group("task", [crashed])]
         )
-        assert buffer.rejected == 3 and len(buffer) == 2
+        assert len(buffer) == 2
         assert outcomes(buffer.sample(4)) == [1, 0]
 
 
@@ -376,7 +278,7 @@ def test_clear_empties_the_buffer():
 
 
 def test_three_tasks_are_stored_as_they_were_played():
-    """All lost, mixed, all won: 12 episodes, each with its own tokens, none standing in for another."""
+    """Three tasks, all lost, mixed, and all won: 12 episodes, each with its own tokens."""
     groups = []
     for task, results in enumerate([[0, 0, 0, 0], [0, 1, 0, 1], [1, 1, 1, 1]]):
         steps = [[step(action_ids=[10 * task + i])] for i in range(4)]
@@ -396,13 +298,13 @@ def test_three_tasks_are_stored_as_they_were_played():
 @pytest.mark.parametrize("unit", ["episode", "group"])
 @pytest.mark.parametrize("strategy", ["reward", "variance", "random"])
 def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
-    buffer = ReplayBuffer(strategy, unit, capacity=20, seed=3)
+    buffer = ReplayBuffer(strategy, unit, seed=3)
     for i in range(6):
         buffer.add([group(1, 0, 1, 0, task=str(i)), Group("", [episode(NAN)])])
         buffer.sample(4)
-    again = ReplayBuffer(strategy, unit, capacity=20, seed=99)
+    again = ReplayBuffer(strategy, unit, seed=99)
     again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert again.rejected == 6 and len(again) == len(buffer) == 20
+    assert len(again) == len(buffer) == 24
     for i in range(6):
         assert again.sample(4) == buffer.sample(4)
         for each in (buffer, again):
@@ -416,10 +318,8 @@ def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
     [
         (lambda: ReplayBuffer("best"), "'best'.*'reward', 'variance' or 'random'"),
         (lambda: ReplayBuffer(unit="step"), "'step'.*'episode' or 'group'"),
-        (lambda: ReplayBuffer(capacity=0), "capacity 0 .* 1 or more, or None"),
         (lambda: ReplayBuffer().sample(-1), "-1 episodes .* 0 or more"),
         (lambda: ReplayBuffer().keep_newest(-2), "-2 groups .* 0 or more"),
-        (lambda: ReplayBuffer(unit="group", capacity=3).add([group(1, 0, 0, 0)]), "capacity 3 .* group of 4"),
     ],
 )
 def test_bad_arguments_are_named_with_their_remedy(use, message):

@@ -8,7 +8,6 @@ from device import DEVICE
 import losses
 from losses import (
     anchor_advantages,
-    clipped,
     clipped_surrogate,
     discounted_returns,
     gae,
@@ -43,6 +42,16 @@ def with_gradient(loss, logprobs, *arguments):
     value = loss(logprobs, *arguments)
     (gradient,) = torch.autograd.grad(value.sum(), logprobs)
     return value.detach(), gradient
+
+
+def surrogate(*arguments):
+    """The loss of `clipped_surrogate`, per token."""
+    return clipped_surrogate(*arguments)[0]
+
+
+def clipped(*arguments):
+    """The mask of clipped tokens of `clipped_surrogate`."""
+    return clipped_surrogate(*arguments)[1]
 
 
 # Group advantages
@@ -169,12 +178,10 @@ def test_undiscounted_gae_is_what_is_still_to_come_minus_the_value():
     assert close(returns, [4.0, 3, 3])
 
 
-def test_the_step_limit_counts_as_failure_unless_a_bootstrap_value_is_given():
+def test_the_value_after_the_last_token_is_0():
     rewards, values = tensor([0.0, 0.0]), tensor([0.5, 0.6])
-    # the end: delta = [0.54 - 0.5, -0.6], A_0 = 0.04 - 0.72 * 0.6
+    # delta = [0.9 * 0.6 - 0.5, 0 - 0.6] = [0.04, -0.6], A_0 = 0.04 - 0.72 * 0.6
     assert close(gae(rewards, values, 0.9, 0.8)[0], [-0.392, -0.6])
-    # cut off at a value of 0.8: A_1 = 0.72 - 0.6, A_0 = 0.04 + 0.72 * 0.12
-    assert close(gae(rewards, values, 0.9, 0.8, bootstrap=0.8)[0], [0.1264, 0.12])
 
 
 def test_gae_keeps_a_nan_in_sight():
@@ -229,7 +236,7 @@ def test_whitening_without_spread_only_centres(dtype):
 def test_on_policy_rows_reduce_to_ppo(advantage, ratio, loss, gradient):
     old = row(-1.3)
     arguments = old, old, row(advantage), everywhere(old), 0.2
-    value, slope = with_gradient(clipped_surrogate, old + math.log(ratio), *arguments)
+    value, slope = with_gradient(surrogate, old + math.log(ratio), *arguments)
     assert close(value, [[loss]]) and close(slope, [[gradient]])
 
 
@@ -237,16 +244,16 @@ def test_the_clip_moves_with_its_centre():
     # c = 2 and eps = 0.2: cut at 1.8 and 2.2; pi/pi_old = 0.85, 0.95, 1.05, 1.15 is r = 1.7, 1.9, 2.1, 2.3
     old = row(-1, -1, -1, -1)
     logprobs, behavior, mask = old + row(0.85, 0.95, 1.05, 1.15).log(), old - math.log(2), everywhere(old)
-    value, slope = with_gradient(clipped_surrogate, logprobs, old, behavior, row(1, 1, 1, 1), mask, 0.2)
+    value, slope = with_gradient(surrogate, logprobs, old, behavior, row(1, 1, 1, 1), mask, 0.2)
     assert close(value, [[-1.7, -1.9, -2.1, -2.2]]) and close(slope, [[-1.7, -1.9, -2.1, 0]])
-    value, slope = with_gradient(clipped_surrogate, logprobs, old, behavior, row(-2, -2, -2, -2), mask, 0.2)
+    value, slope = with_gradient(surrogate, logprobs, old, behavior, row(-2, -2, -2, -2), mask, 0.2)
     assert close(value, [[3.6, 3.8, 4.2, 4.6]]) and close(slope, [[0, 3.8, 4.2, 4.6]])
 
 
 def test_a_replayed_token_that_a_fixed_clip_would_kill_keeps_its_gradient():
     # c = e^0.3 = 1.349859: cut at 1.549859, not 1.2. r = e^0.31 = 1.363425 is below, e^0.5 = 1.648721 above
     arguments = row(-0.7, -0.7), row(-1, -1), row(1, 1), everywhere(row(1, 1)), 0.2
-    value, slope = with_gradient(clipped_surrogate, row(-0.69, -0.5), *arguments)
+    value, slope = with_gradient(surrogate, row(-0.69, -0.5), *arguments)
     assert close(value, [[-1.363425, -1.549859]])
     assert close(slope, [[-1.363425, 0]])
 
@@ -256,7 +263,7 @@ def test_before_the_first_step_nothing_is_clipped_whatever_the_behaviour_policy_
     # c from e^-50 to e^10, some of them beyond the cut at e^-20
     old = torch.linspace(-60, 0, 601, device=DEVICE).unsqueeze(0)
     arguments = old, torch.full_like(old, -10.0), torch.full_like(old, advantage), everywhere(old), 0.2
-    value, slope = with_gradient(clipped_surrogate, old, *arguments)
+    value, slope = with_gradient(surrogate, old, *arguments)
     assert torch.equal(value, slope) and (slope * advantage < 0).all()
     assert not clipped(old, *arguments).any()
 
@@ -282,7 +289,7 @@ def test_clipped_names_exactly_the_tokens_without_gradient():
     ).unbind(0)
     mask = torch.rand(4, 200, generator=generator).to(DEVICE) < 0.7
     arguments = old, behavior, advantages, mask, 0.2
-    _, slope = with_gradient(clipped_surrogate, logprobs, *arguments)
+    _, slope = with_gradient(surrogate, logprobs, *arguments)
     hit = clipped(logprobs, *arguments)
     assert torch.equal(hit, (slope == 0) & mask)
     assert 100 < hit.sum() < 400
@@ -298,7 +305,7 @@ def test_clipped_looks_at_the_sign_of_the_advantage_and_at_the_mask():
 
 def test_no_gradient_reaches_the_old_and_the_behaviour_policy():
     logprobs, old, behavior = (tensor([[-x] * 3], requires_grad=True) for x in (1.0, 1.1, 1.3))
-    clipped_surrogate(logprobs, old, behavior, row(1, -1, 2), everywhere(old), 0.2).sum().backward()
+    surrogate(logprobs, old, behavior, row(1, -1, 2), everywhere(old), 0.2).sum().backward()
     kl_to_reference(logprobs, old, everywhere(old)).sum().backward()
     assert logprobs.grad is not None and old.grad is None and behavior.grad is None
 
@@ -306,7 +313,7 @@ def test_no_gradient_reaches_the_old_and_the_behaviour_policy():
 def test_low_precision_inputs_are_computed_in_fp32():
     half = {name: tensor([[x]], dtype=torch.bfloat16) for name, x in [("old", -1.0), ("behavior", -6.0)]}
     one, mask = tensor([[1.0]], dtype=torch.bfloat16), tensor([[True]])
-    loss = clipped_surrogate(half["old"], half["old"], half["behavior"], one, mask, 0.2)
+    loss = surrogate(half["old"], half["old"], half["behavior"], one, mask, 0.2)
     assert loss.dtype is torch.float32
     assert close(loss, [[-148.413159]], 1e-6)  # e^5; the nearest bfloat16 is 148
     assert kl_to_reference(one, one, mask).dtype is torch.float32
@@ -357,7 +364,7 @@ def test_the_value_may_gain_by_a_move_of_at_most_the_clip(value, loss, gradient)
 
 MASK = tensor([[True, False, True], [False, True, True]])
 LOSSES = {
-    "surrogate": lambda *x: clipped_surrogate(*x, MASK, 0.2),
+    "surrogate": lambda *x: surrogate(*x, MASK, 0.2),
     "kl": lambda logprobs, ref, *_: kl_to_reference(logprobs, ref, MASK),
     "value": lambda values, old, returns, _: value_loss(values, old, returns, MASK, 0.5),
     "mean": lambda values, *_: masked_mean(values, MASK, 4),
@@ -383,7 +390,7 @@ def test_what_stands_under_the_mask_changes_nothing(name, garbage):
 
 def test_a_masked_log_ratio_of_300_does_no_harm():
     mask, old = tensor([[True, False]]), row(0, 0)
-    value, slope = with_gradient(clipped_surrogate, row(0, 300), old, old, row(1, 1), mask, 0.2)
+    value, slope = with_gradient(surrogate, row(0, 300), old, old, row(1, 1), mask, 0.2)
     assert masked_mean(value, mask, 1) == -1
     assert slope.tolist() == [[-1, 0]]
 
@@ -393,7 +400,7 @@ def test_a_masked_log_ratio_of_300_does_no_harm():
 @pytest.mark.parametrize("behavior", [-200.0, 0.0, 200.0])
 def test_extreme_log_ratios_leave_losses_and_gradients_finite(advantage, old, behavior):
     arguments = row(old), row(behavior), row(advantage), everywhere(row(0)), 0.2
-    for result in with_gradient(clipped_surrogate, row(0), *arguments):
+    for result in with_gradient(surrogate, row(0), *arguments):
         assert result.isfinite().all()
     for result in with_gradient(kl_to_reference, row(0), row(old), everywhere(row(0))):
         assert result.isfinite().all()
@@ -401,7 +408,7 @@ def test_extreme_log_ratios_leave_losses_and_gradients_finite(advantage, old, be
 
 def test_a_log_ratio_is_cut_at_20():
     arguments = row(-200), row(-200), row(-1), everywhere(row(0)), 0.2
-    assert close(clipped_surrogate(row(0), *arguments), [[485165195.41]], 1e-6)  # e^20
+    assert close(surrogate(row(0), *arguments), [[485165195.41]], 1e-6)  # e^20
 
 
 def test_the_cut_leaves_ordinary_ratios_bit_identical(monkeypatch):
@@ -411,12 +418,12 @@ def test_the_cut_leaves_ordinary_ratios_bit_identical(monkeypatch):
     advantages = torch.randn(8, 100, generator=generator).to(DEVICE)
     arguments = old, behavior, advantages, everywhere(old), 0.2
     cut = [
-        *with_gradient(clipped_surrogate, logprobs, *arguments),
+        *with_gradient(surrogate, logprobs, *arguments),
         kl_to_reference(logprobs, old, arguments[3]),
     ]
     monkeypatch.setattr(losses, "MAX_LOG_RATIO", INF)
     uncut = [
-        *with_gradient(clipped_surrogate, logprobs, *arguments),
+        *with_gradient(surrogate, logprobs, *arguments),
         kl_to_reference(logprobs, old, arguments[3]),
     ]
     assert all(torch.equal(x, y) for x, y in zip(cut, uncut, strict=True))
@@ -427,7 +434,7 @@ def test_a_nan_on_an_action_token_stays_in_sight(argument):
     inputs = [row(-1, -1), row(-1, -1), row(-2, -2), row(1, 1)]
     inputs[argument][0, 0] = NAN
     mask = everywhere(inputs[0])
-    loss = clipped_surrogate(*inputs, mask, 0.2)
+    loss = surrogate(*inputs, mask, 0.2)
     assert loss.isnan().tolist() == [[True, False]]
     assert masked_mean(loss, mask, 2).isnan()
     if argument < 2:
@@ -442,7 +449,7 @@ def test_shapes_are_never_broadcast_and_masks_are_bool():
             inputs = [x] * 4
             inputs[i] = wrong
             with pytest.raises(AssertionError):
-                clipped_surrogate(*inputs, mask, 0.2)
+                surrogate(*inputs, mask, 0.2)
             with pytest.raises(AssertionError):
                 clipped(*inputs, mask, 0.2)
             if i < 2:
@@ -505,7 +512,7 @@ def test_the_gradient_does_not_know_how_rows_were_split(size):
         for i in range(0, 8, rows):
             part = slice(i, i + rows)
             logprobs = features[part] @ weights
-            loss = clipped_surrogate(logprobs, old[part], behavior[part], advantages[part], mask[part], 0.2)
+            loss = surrogate(logprobs, old[part], behavior[part], advantages[part], mask[part], 0.2)
             loss = loss + 0.01 * kl_to_reference(logprobs, ref[part], mask[part])
             masked_mean(loss, mask[part], mask.sum()).backward()
         return weights.grad

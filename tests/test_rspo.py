@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
-from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
 from batch import rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
-from rspo import Config
+from config import Config
+from demo.toy import CountingScorer, ToyPolicy, toy_world
+from record.metrics import episode_metrics
 
 SMALL = dict(total_updates=4, k=2, tasks_per_update=4, group_size=4, off_policy_fraction=0.25, buffer_tasks=3)
 
@@ -21,13 +22,26 @@ def run(policy=None, scorer=None, context="window", world=None, start=0, **optio
     policy, scorer = policy or ToyPolicy(), scorer or CountingScorer()
     world = world or toy_world(config.episodes_per_task, context)
     lines = []
-    rspo.train(policy, world, scorer, config, lambda *line: lines.append(line), start=start)
+
+    def log(agent, groups, metrics, updates):
+        reward = {"policy": config.policy_reward, "explorer": config.explorer_reward}.get(agent, "outcome")
+        lines.append((agent, {**episode_metrics(groups, reward), **metrics}, updates))
+
+    rspo.train(policy, world, scorer, config, log, start=start)
     return policy, world, lines
 
 
 def step(action_ids=(5, 1), prompt_ids=(2, 6, 7, 3), observation="door 0", valid=True, **more):
     ids = list(action_ids)
     return Step(list(prompt_ids), ids, [0.0] * len(ids), observation, "right", valid, **more)
+
+
+def column(row, values):
+    """A column of the row from one list of numbers per step."""
+    filled = torch.zeros(len(row.input_ids))
+    for index, start, end in row.spans:
+        filled[start:end] = torch.tensor(values[index])
+    return filled
 
 
 def episode(outcome, steps, stop_reason=StopReason.FINISHED):
@@ -50,6 +64,7 @@ def test_every_method_runs_with_every_algorithm_in_both_contexts(method, algo, c
     assert policy.version >= 4
 
 
+@pytest.mark.slow
 def test_the_toy_is_solved_from_outcomes_and_by_the_swap_although_the_dense_reward_pulls_the_other_way():
     for method, wins in (("outcome", True), ("rspo", True), ("dense", False)):
         _, _, lines = run(method=method, total_updates=30, k=3, tasks_per_update=8, off_policy_fraction=0.125)
@@ -61,7 +76,7 @@ def test_phase_one_leaves_agent_a_bit_identical():
     policy = ToyPolicy()
     seen = []
 
-    def log(agent, metrics, step):
+    def log(agent, groups, metrics, updates):
         moments = policy.optimizer.state_dict()["state"].get(0, {})
         seen.append((agent, policy.logits.detach().clone(), {k: v.clone() for k, v in moments.items()}))
 
@@ -115,14 +130,14 @@ def test_dense_rewards_never_reach_the_update_of_a():
             assert {**metrics, "seconds_update": 0} == {**others, "seconds_update": 0}
 
 
-def test_the_reward_model_is_asked_for_b_alone_and_never_by_outcome_methods():
+def test_the_reward_model_scores_the_episodes_that_are_trained_on_dense_rewards_only():
     for method, scored in (("rspo", 4 * 12), ("dense", 4 * 16), ("outcome", 0), ("rspo_h", 0), ("rspo_o", 0)):
         scorer = CountingScorer()
         run(method=method, scorer=scorer)
         assert scorer.scored == scored, method
 
 
-def test_the_noise_on_dense_scores_is_as_asked_and_another_in_every_update():
+def test_every_update_has_its_own_noise_on_dense_scores():
     class Listening(CountingScorer):
         def score(self, groups, noise=0.0, rng=None):
             heard.append((noise, rng.random()))
@@ -137,7 +152,7 @@ def test_the_noise_on_dense_scores_is_as_asked_and_another_in_every_update():
 def test_episode_advantages_are_over_episodes_with_scale_and_penalty():
     # returns 10*1 - .1*1 invalid = 9.9, and 0, 0, 0: mean 2.475, std (ddof 1) 4.95 -> 1.5, -.5, -.5, -.5
     members = [episode(1.0, [step(valid=False), step()]), *(episode(0.0, [step()] * n) for n in (1, 5, 9))]
-    rspo.advantages([Group("t", members)], "outcome", Config())
+    rspo.set_advantages([Group("t", members)], "outcome", Config())
     assert [member.steps[0].advantage for member in members] == pytest.approx(
         [1.5, -0.5, -0.5, -0.5], abs=1e-5
     )
@@ -145,14 +160,14 @@ def test_episode_advantages_are_over_episodes_with_scale_and_penalty():
     assert members[0].outcome == 1.0  # the penalty is never written into the outcome
 
 
-def test_dense_phase_reads_the_sum_of_scores_and_outcome_phase_never_does():
+def test_dense_advantages_compare_sums_of_scores_and_outcome_advantages_outcomes():
     first, second = (
         episode(0.0, [step(dense_score=0.5), step(dense_score=0.25)]),
         episode(1.0, [step(dense_score=-1.0)]),
     )
-    rspo.advantages([Group("t", [first, second])], "dense", Config())
+    rspo.set_advantages([Group("t", [first, second])], "dense", Config())
     assert first.steps[0].advantage == pytest.approx(0.7071, abs=1e-4)  # 7.5 and -10: +-1/sqrt(2)
-    rspo.advantages([Group("t", [first, second])], "outcome", Config())
+    rspo.set_advantages([Group("t", [first, second])], "outcome", Config())
     assert first.steps[0].advantage == pytest.approx(-0.7071, abs=1e-4)
 
 
@@ -160,12 +175,12 @@ def test_gigpo_adds_the_step_advantage_of_equal_observations_inside_the_group():
     won = episode(1.0, [step(observation="a"), step(observation="b")])  # returns .95*10 = 9.5 at a, 10 at b
     lost = episode(0.0, [step(observation="a"), step(observation="c")])  # 0 at a
     other = Group("u", [episode(0.0, [step(observation="a")]), episode(0.0, [step(observation="a")])])
-    rspo.advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo", gigpo_std=False))
+    rspo.set_advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo", gigpo_std=False))
     # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b, c alone -> 0; the other group's a is its own
     assert [one.advantage for one in won.steps] == pytest.approx([9.75, 5.0])
     assert [one.advantage for one in lost.steps] == pytest.approx([-9.75, -5.0])
     assert [member.steps[0].advantage for member in other.trajectories] == [0.0, 0.0]
-    rspo.advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo"))
+    rspo.set_advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo"))
     assert [one.advantage for one in won.steps] == pytest.approx([2 * 0.70711, 0.70711], abs=1e-4)
 
 
@@ -182,8 +197,8 @@ def test_ppo_runs_gae_over_the_action_tokens_of_the_whole_episode():
         rows = rows_of(member)
         for row in rows:
             values = [[0.1, 0.2], [0.3, 0.4]]
-            row.old_values = torch.where(row.action_mask, row.spread(values), 9.0)
-        rspo.token_advantages([rows], [], "outcome", config)
+            row.old_values = torch.where(row.action_mask, column(row, values), 9.0)
+        rspo.set_token_advantages([rows], [], "outcome", config)
         returns = torch.cat([row.returns[row.action_mask] for row in rows])
         assert returns.tolist() == pytest.approx([0.4854528, 0.62424, 0.792, 1.0])  # advantages + values
         assert all(row.advantages[~row.action_mask].eq(0).all() for row in rows)
@@ -197,8 +212,8 @@ def test_ppo_advantages_do_not_leak_from_one_episode_into_another():
     episodes = [rows_of(member) for member in members]
     for rows in episodes:
         for row in rows:
-            row.old_values = row.spread([0.5, 0.6])
-    rspo.token_advantages(episodes, [], "outcome", config)
+            row.old_values = column(row, [[0.5], [0.6]])
+    rspo.set_token_advantages(episodes, [], "outcome", config)
     returns = [[row.returns[row.action_mask].item() for row in rows] for rows in episodes]
     assert returns[0] == pytest.approx([-0.392 + 0.5, -0.6 + 0.6], abs=1e-6)
     assert returns[1] == pytest.approx([0.328 + 0.5, 0.4 + 0.6], abs=1e-6)
@@ -216,7 +231,7 @@ def test_ppo_puts_each_dense_score_on_the_last_token_of_its_step():
         ("dense", [0, 0, 0.2, 0, 0, 0.3, 0, 0, 0, 0.1]),
         ("outcome", [0, 0, 0, 0, 0, 0, 0, 0, 0, 1]),
     ):
-        rspo.token_advantages([rows], [], which, config)
+        rspo.set_token_advantages([rows], [], which, config)
         returns = torch.cat([row.returns[row.action_mask] for row in rows])
         assert returns.tolist() == pytest.approx(rewards)
 
@@ -225,13 +240,13 @@ def test_gamma_plays_no_part_in_grpo():
     groups = [Group("t", [episode(float(i == 0), [step(valid=i < 2)] * (i + 1)) for i in range(4)])]
     seen = []
     for gamma in (1.0, 0.95, 0.5):
-        rspo.advantages(groups, "outcome", Config(gamma=gamma, gigpo_gamma=gamma))
+        rspo.set_advantages(groups, "outcome", Config(gamma=gamma, gigpo_gamma=gamma))
         seen.append([one.advantage for member in groups[0].trajectories for one in member.steps])
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][1] == seen[0][2] and seen[0][0] > 0 > seen[0][1]  # one value per episode
 
 
-def test_the_buffer_holds_exactly_what_b_played_last_each_with_its_own_numbers():
+def test_the_buffer_holds_exactly_the_episodes_that_b_played_last_each_with_its_own_advantage():
     # 3 tasks of 4 episodes, all lost, mixed, all won: mean .25 and std .5 give 1.5 and -.5, the others 0
     dealt = [[0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
     world, replay, played, held = toy_world(4), ReplayBuffer(), [], []
@@ -244,7 +259,7 @@ def test_the_buffer_holds_exactly_what_b_played_last_each_with_its_own_numbers()
                 member.outcome = outcome
         return list(played)
 
-    def log(agent, metrics, step):
+    def log(agent, groups, metrics, updates):
         if agent == "buffer":
             held.extend(replay.sample(100))
             members = [member for group in played for member in group.trajectories]
@@ -269,14 +284,14 @@ def test_replayed_ppo_tokens_do_not_enter_the_whitening():
         return [row]
 
     on, off = [rows(1.0), rows(0.0)], [rows(1.0), rows(1.0), rows(1.0)]
-    rspo.token_advantages(on, off, "outcome", config)
+    rspo.set_token_advantages(on, off, "outcome", config)
     # on-policy 1, 0: mean .5, std .70711 -> +-.70711
     assert [row[0].advantages[4].item() for row in on] == pytest.approx([0.70711, -0.70711], abs=1e-4)
     # all 1, 0, 1, 1, 1: mean .8, std sqrt((.64 + 4 * .04) / 4) = .44721 -> (1 - .8) / .44721 = .44721
     assert [row[0].advantages[4].item() for row in off] == pytest.approx([0.44721] * 3, abs=1e-4)
 
 
-def test_without_an_on_policy_success_replayed_ppo_advantages_stay_bounded():
+def test_replayed_ppo_advantages_stay_bounded_without_a_fresh_success():
     config = Config(algo="ppo", reward_scale=10.0, invalid_penalty=0.01)
     episodes = [episode(0.0, [step(action_ids=[5], valid=i > 0)]) for i in range(7)] + [
         episode(1.0, [step([5])])
@@ -284,7 +299,7 @@ def test_without_an_on_policy_success_replayed_ppo_advantages_stay_bounded():
     rows = [rows_of(one) for one in episodes]
     for (row,) in rows:
         row.old_values = torch.zeros(5)
-    rspo.token_advantages(rows[:7], rows[7:], "outcome", config)
+    rspo.set_token_advantages(rows[:7], rows[7:], "outcome", config)
     # one success in eight: about (10 - 1.25) / 3.5355 = 2.475, though the on-policy std is only .0038
     assert rows[7][0].advantages[4].item() == pytest.approx(2.475, abs=1e-2)
 
@@ -298,11 +313,9 @@ def replayed(config, policy, n=4):
     bold = policy.fork("explorer")
     bold.logits.data[3, 5] += 1.0
     buffer = ReplayBuffer(config.replay_strategy, seed=0)
-    buffer.add(
-        rspo.with_behavior_logprobs(
-            bold, toy_world(config.episodes_per_task, seed=5).collect(bold, 6), config
-        )
-    )
+    groups = toy_world(config.episodes_per_task, seed=5).collect(bold, 6)
+    rspo.swap_rewards(bold, groups, config)
+    buffer.add(groups)
     return buffer.sample(n)
 
 
@@ -336,7 +349,7 @@ def test_the_micro_batch_size_never_changes_the_gradient(algo):
 
 
 @pytest.mark.parametrize("tokens_per_micro_batch", [1, 10**6])
-def test_the_sampler_gap_is_over_the_fresh_action_tokens_alone(tokens_per_micro_batch):
+def test_the_sampler_gap_covers_fresh_action_tokens_only(tokens_per_micro_batch):
     policy, world = ToyPolicy(), toy_world(2)
     (group,) = world.collect(policy, 1)
     turns = [turn for member in group.trajectories for turn in member.steps]
@@ -359,7 +372,7 @@ def test_j_total_is_two_means_each_over_its_own_tokens():
     on, off = collected(config, policy), replayed(config, policy)
     table = policy.logits.detach().clone().requires_grad_()
     expected = 0.0
-    rspo.advantages(on, "outcome", config)
+    rspo.set_advantages(on, "outcome", config)
     sources = ((0.75, [m for g in on for m in g.trajectories]), (0.25, off))
     for weight, episodes in sources:
         tokens = [
@@ -400,14 +413,14 @@ def test_later_minibatches_do_clip():
     assert metrics["clip_fraction_on"] > 0.01 and metrics["clip_fraction_off"] > 0.01
 
 
-def test_an_empty_buffer_means_alpha_zero():
+def test_alpha_is_0_if_the_buffer_is_empty():
     with_none, metrics = gradient(ONE_STEP, off=False)
     assert metrics["alpha"] == 0.0 and metrics["replayed_episodes"] == 0
     plain, _ = gradient(ONE_STEP, off=False, off_policy_fraction=0.0, tasks_per_update=3)
     assert torch.equal(with_none, plain)  # all weight on the on-policy mean
 
 
-def test_replayed_episodes_are_read_for_their_outcome_and_keep_their_advantage():
+def test_replayed_episodes_keep_the_advantage_of_their_own_group():
     config = ONE_STEP
     off = replayed(config, ToyPolicy())
     stored = [[one.advantage for one in member.steps] for member in off]
@@ -421,12 +434,12 @@ def test_crashed_and_non_finite_episodes_leave_their_group_and_are_counted():
     members = groups[0].trajectories
     members[0].stop_reason, members[1].outcome = StopReason.CRASHED, float("nan")
     members[2].outcome, members[3].outcome = 1.0, 0.0
-    rspo.advantages(groups, "outcome", ONE_STEP)
+    rspo.set_advantages(groups, "outcome", ONE_STEP)
     assert members[0].steps[0].advantage is None and members[1].steps[0].advantage is None
     assert members[2].steps[0].advantage == pytest.approx(
         0.70711, abs=1e-4
     )  # the two that are left: +-1/sqrt(2)
-    metrics = rspo.episode_metrics(groups, "outcome")
+    metrics = episode_metrics(groups, "outcome")
     assert (
         metrics["crashed_episodes"] == 1
         and metrics["left_out_episodes"] == 2
@@ -437,50 +450,31 @@ def test_crashed_and_non_finite_episodes_leave_their_group_and_are_counted():
 
 
 @pytest.mark.parametrize("algo", ["grpo", "gigpo", "ppo"])
-def test_when_all_that_b_played_has_crashed_the_buffer_stays_empty(algo):
+def test_the_buffer_stays_empty_if_all_episodes_of_b_crash(algo):
     config = Config(**{**SMALL, "algo": algo})
     groups = collected(config, ToyPolicy())
     for member in (member for group in groups for member in group.trajectories):
         member.stop_reason = StopReason.CRASHED
     replay = ReplayBuffer()
-    replay.add(rspo.with_behavior_logprobs(ToyPolicy(), groups, config))
-    assert replay.sample(4) == [] and replay.rejected == 12
+    rspo.swap_rewards(ToyPolicy(), groups, config)
+    replay.add(groups)
+    assert replay.sample(4) == [] and len(replay) == 0
 
 
-def test_an_update_with_nothing_to_train_on_says_so():
+def test_an_update_without_usable_episodes_is_refused():
     silent = Trajectory("t", "", "", [], 0.0, False, StopReason.TOKEN_LIMIT)
     groups = [Group("t", [episode(float("nan"), [step()]), silent, silent])]
-    with pytest.raises(rspo.NothingToTrainOn, match="they ended so: 1 x finished, 2 x token limit"):
+    with pytest.raises(rspo.NothingToTrainOn, match="ended with: 1 x finished, 2 x token limit"):
         rspo.update(ToyPolicy(), groups, [], "outcome", ONE_STEP, random.Random(0))
 
 
-def test_zero_spread_share_and_repeated_states():
+def test_share_of_groups_without_spread_and_repeated_states():
     same = Group("a", [episode(1.0, [step(), step()]), episode(1.0, [step()])])
     mixed = Group("b", [episode(1.0, [step()]), episode(0.0, [step(observation="x"), step(), step()])])
-    metrics = rspo.episode_metrics([same, mixed], "outcome")
+    metrics = episode_metrics([same, mixed], "outcome")
     assert metrics["zero_spread_groups"] == 0.5
     assert metrics["repeated_states"] == 2  # door 0 again in the first and in the last episode
     assert metrics["success"] == 0.75
-
-
-def test_minibatches_share_out_both_sources_evenly():
-    rows = [row for n in (1, 2, 3, 2) for row in rows_of(episode(1.0, [step()] * n))]
-    runs = rspo.split_rows(rows, 4, random.Random(0))
-    assert [sum(len(row.spans) for row in run) for run in runs] == [2, 2, 2, 2]
-    assert sorted(id(row) for run in runs for row in run) == sorted(map(id, rows))
-
-
-def test_no_minibatch_is_empty_while_there_are_rows_enough():
-    chat = [[2, 6, 3, *[5, 1, 2, 7, 3] * i] for i in range(14)]  # an append-only chat of 14 turns is one row
-    long = rows_of(episode(0.0, [step(prompt_ids=prompt) for prompt in chat]))
-    short = [row for _ in range(3) for row in rows_of(episode(1.0, [step()]))]
-    assert len(long) == 1
-    for seed in range(20):
-        runs = rspo.split_rows(long + short, 4, random.Random(seed))
-        assert [len(run) for run in runs] == [1, 1, 1, 1]
-    runs = rspo.split_rows(short, 5, random.Random(0))
-    assert sum(map(len, runs)) == 3 and len(runs) == 5
-    assert rspo.split_rows([], 3, random.Random(0)) == [[], [], []]
 
 
 def test_rspo_h_replays_its_own_last_groups_oldest_out_first():
@@ -492,7 +486,7 @@ def test_rspo_h_replays_its_own_last_groups_oldest_out_first():
     assert sizes == [16, 16]  # 2 x 12 episodes played, the last 4 groups of 4 kept; never cleared
 
 
-def test_methods_that_explore_empty_the_buffer():
+def test_the_buffer_is_emptied_after_every_loop_of_methods_with_a_b():
     sizes = []
     config = Config(**SMALL)
     rspo.train(
@@ -535,8 +529,8 @@ def test_the_paper_s_counts():
         (dict(algo="ppo", replay_strategy="variance"), "--replay_strategy variance with --algo ppo"),
         (dict(algo="ppo", replay_unit="group"), "--replay_unit group with --algo ppo"),
         (dict(clip_eps=float("nan")), "--clip_eps nan"),
-        (dict(kl_coef=-1.0), "--kl_coef -1.0: must not be negative"),
-        (dict(gigpo_gamma=1.5), "--gigpo_gamma 1.5: must lie between 0 and 1"),
+        (dict(kl_coef=-1.0), "--kl_coef -1.0: must be at least 0"),
+        (dict(gigpo_gamma=1.5), "--gigpo_gamma 1.5: must be between 0 and 1"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(flags, words):

@@ -1,4 +1,4 @@
-"""The check for a machine with a GPU: its arithmetic by hand, what it finds wrong; slow: its dry run."""
+"""Test the GPU check: its arithmetic by hand, the faults that it finds; slow: its dry run."""
 
 import time
 
@@ -17,19 +17,19 @@ COSTS = Costs.of(plan.Shape(width=4, mlp=8, layers=2, heads=2, kv_heads=1, vocab
 
 def test_flops_of_a_token_by_hand():
     assert Costs(base=2 * 2 * 144, adapter=2 * 2 * 64, output=2 * 10 * 4) == COSTS
-    # 10 tokens read and 5 sampled: 15 * (576 + 256) + 5 * 80
+    # 10 prompt tokens and 5 sampled ones: 15 * (576 + 256) + 5 * 80
     assert COSTS.rollout(10, 5) == Work({"prompt": 10, "sampled": 5}, 12_880)
-    # full weights: 6 per parameter, and 2 more where layers are computed again
+    # full weights: 6 per parameter, and 2 for layers that gradient checkpointing repeats
     assert COSTS.fit(100) == Work({"trained": 100}, 6 * 288 * 100, 2 * 288 * 100)
 
 
 def test_flops_of_an_update_by_hand():
-    # 100 tokens, 10 of them actions: old log-probs and the forward pass 100 * 832 + 10 * 80 = 84,000 each,
-    # the reference 100 * 576 + 800 = 58,400; backward 57,600 through the base, 51,200 in the adapter, 800
+    # 100 tokens, 10 of them action tokens. Old log-probs and the forward pass: 100 * 832 + 10 * 80 = 84,000
+    # each. The reference: 100 * 576 + 800 = 58,400. Backward: 57,600 base + 51,200 adapter + 800 output
     assert COSTS.update(100, 10) == Work({"trained": 100}, 2 * 84_000 + 58_400 + 109_600, 84_000)
 
 
-def test_a_models_flops_are_about_4_n_under_an_adapter_and_6_n_without():
+def test_training_under_an_adapter_takes_about_4_n_flops_per_token():
     costs = Costs.of(plan.KNOWN["Qwen/Qwen2.5-1.5B-Instruct"], rank=64)
     assert costs.base == 2 * (1_543_714_304 - 151_936 * 1536 - 28 * (2 * 1536 + 2048) - 1536)
     trained = costs.update(1000, 0).flops - costs.log_probs(1000, 0).flops - 1000 * costs.base
@@ -52,19 +52,33 @@ def test_rates_leave_out_the_first_call_and_memory_is_the_largest():
     assert meter.memory({})[1] == []
 
 
-def test_calls_are_measured_where_they_are_made_and_nowhere_else():
+def test_a_log_with_faults_fails_the_check():
+    lines = [
+        {"agent": agent, "x": 1.0} for agent in ("evaluation", "explorer", "buffer", "policy", "evaluation")
+    ]
+    assert gpu_check.check_log(lines, 0.05) == []
+    assert "log-probs is 0.06" in gpu_check.check_log(lines, 0.06)[0]
+    assert "log-probs is nan" in gpu_check.check_log(lines, float("nan"))[0]
+    assert gpu_check.check_log(lines[1:], 0.0)[0].startswith("the log holds lines of ['explorer'")
+    lines[3]["x"] = float("inf")
+    assert gpu_check.check_log(lines, 0.0) == ["x of policy is inf"]
+
+
+def test_calls_are_measured_only_inside_the_context():
     class Speaker:
         def say(self, text, loud=False):
             return text.upper() if loud else text
 
     meter = Meter("cpu")
-    with meter.around(Speaker, "say", "talk", lambda said, speaker, text, **_: Work({"word": len(text)}, 1)):
+    with meter.around(
+        Speaker, "say", "talk", lambda result, speaker, text, **_: Work({"word": len(text)}, 1)
+    ):
         assert Speaker().say("abc", loud=True) == "ABC"
     assert Speaker().say("x") == "x"
     assert [call.work.tokens for call in meter.calls["talk"]] == [{"word": 3}]
 
 
-def test_the_peak_goes_by_the_name_of_the_gpu(monkeypatch):
+def test_the_peak_is_found_by_the_gpus_name(monkeypatch):
     def peak(name):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
         return gpu_check.peak_flops("cuda")
@@ -74,37 +88,43 @@ def test_the_peak_goes_by_the_name_of_the_gpu(monkeypatch):
     assert peak("NVIDIA L40S") == 362e12 and peak("Tesla V100") is None
 
 
-def test_a_part_that_fails_or_takes_too_long_ends_with_its_reason(capsys):
-    def loses(why):
-        raise why
+def test_the_test_files_exist():
+    assert [path for path in gpu_check.TESTED if not (gpu_check.ROOT / path).is_file()] == []
 
-    assert gpu_check.attempt(loses, 60, Failed("too slow")) == "loses: Failed: too slow"
-    assert gpu_check.attempt(loses, 60, ValueError("a\nb")) == "loses: ValueError: a b"
-    assert gpu_check.attempt(loses, 60, SystemExit(2)) == "loses: SystemExit: 2"
-    assert "more than its 1 s" in gpu_check.attempt(time.sleep, 1, 5)
+
+def test_a_part_that_fails_or_takes_too_long_returns_its_reason(capsys):
+    def fails(error):
+        raise error
+
+    assert gpu_check.attempt(fails, 60, Failed("too slow")) == "fails: Failed: too slow"
+    assert gpu_check.attempt(fails, 60, ValueError("a\nb")) == "fails: ValueError: a b"
+    assert gpu_check.attempt(fails, 60, SystemExit(2)) == "fails: SystemExit: 2"
+    assert "more than 1 s" in gpu_check.attempt(time.sleep, 1, 5)
     assert gpu_check.attempt(lambda: None, 60) is None
     assert "passed" in capsys.readouterr().out
 
 
-def test_one_part_that_fails_leaves_the_other_alone(monkeypatch, capsys):
+def test_the_other_part_runs_after_a_failure(monkeypatch, capsys):
     def bad(device, peak):
         raise Failed("broken")
 
     seen = []
-    monkeypatch.setattr(gpu_check, "PARTS", {"a": (bad, 9), "b": (lambda *given: seen.append(given), 9)})
+    monkeypatch.setattr(
+        gpu_check, "PARTS", {"a": (bad, 9), "b": (lambda *arguments: seen.append(arguments), 9)}
+    )
     assert gpu_check.main(["--dry_run", "--peak_tflops", "2"]) == 1
     assert seen == [("cpu", 2e12)] and capsys.readouterr().out.endswith("Failed: broken\n")
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+def test_a_missing_gpu_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2
-    assert capsys.readouterr().err.startswith("error: torch finds no GPU here; --dry_run")
+    assert capsys.readouterr().err.startswith("error: torch finds no GPU; --dry_run")
 
 
 @pytest.mark.slow
-def test_the_dry_run_goes_all_the_way(capsys):
+def test_the_dry_run_measures_every_phase(capsys):
     assert gpu_check.main(["--dry_run", "--only", "loop"]) == 0
     out = capsys.readouterr().out
     phases = ("reward model fit", "rollout", "step rewards", "log-probs", "update")
-    assert all(f"\n{phase} " in out for phase in phases) and out.endswith("\nall is well\n")
+    assert all(f"\n{phase} " in out for phase in phases) and out.endswith("\nall parts passed\n")

@@ -1,12 +1,12 @@
-"""Play this project's ALFWorld engine beside the stock one and stop at the first difference.
+"""Compare the ALFWorld engine of this project with the stock engine, up to the first difference.
 
-    python tests/compare_alfworld.py --alfworld_data DIR [--games 200] [--seed 0] [--processes 1]
+    python tests/games/compare_alfworld.py --alfworld_data DIR [--games 200] [--seed 0] [--processes 1]
 
-DIR holds json_2.1.1 (by default $ALFWORLD_DATA). The games are drawn from all splits, the six task types in
-turn. Each is played by commands at random, the verb drawn first so that rare ones are seen, one in eight not
-admissible; every third then, after a second reset, by the stored walkthrough and a few steps beyond the win.
-Text, admissible commands, won and done have to be equal everywhere. The stock engine takes some 7 CPU-seconds
-a game.
+DIR is the folder that contains json_2.1.1 (by default $ALFWORLD_DATA). Games are drawn from all splits, with
+the same number of each task type. Both engines play random commands: the verb is drawn first, so that rare
+verbs occur, and one command in eight is not admissible. In every third game they also play the stored
+walkthrough, after a second reset, and a few steps beyond the win. Text, admissible commands, won and done
+must always be equal. The stock engine takes about 7 CPU-seconds per game.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from games.alfworld_engine import GAME_FILE, TASK_TYPES, Game, State, task_type
+from games.alfworld_engine import GAME_FILE, TASK_TYPES, Game, State, task_type  # noqa: E402
 
 N_RANDOM, N_BEYOND = 25, 3
 NOT_ADMISSIBLE = [
@@ -36,7 +36,7 @@ NOT_ADMISSIBLE = [
 
 
 class Stock:
-    """The stock engine, read into the same records."""
+    """The stock engine, with the interface of `Game`."""
 
     def __init__(self, path: str):
         import textworld
@@ -55,7 +55,7 @@ class Stock:
 
 
 def chosen_games(folder: Path, n: int, rng: random.Random) -> list[str]:
-    """n game files below the folder, drawn from all splits, the task types in turn."""
+    """Draw n game files below the folder, from all splits, with the task types in turn."""
     by_type: dict[str, list[str]] = {name: [] for name in TASK_TYPES}
     for path in sorted(str(path) for path in folder.rglob(GAME_FILE)):
         by_type[task_type(path)].append(path)
@@ -68,10 +68,11 @@ def chosen_games(folder: Path, n: int, rng: random.Random) -> list[str]:
 
 
 def random_command(admissible: list[str], rng: random.Random) -> str:
+    """Draw a command; one in eight is not admissible."""
     kind = rng.random()
     if kind < 0.08:
         return rng.choice(NOT_ADMISSIBLE)
-    if kind < 0.125:  # names that exist, in another place or hand
+    if kind < 0.125:  # the verb of one command with the rest of another
         return " ".join(rng.choice(admissible).split()[:1] + rng.choice(admissible).split()[1:])
     verb = rng.choice(sorted({command.split()[0] for command in admissible}))
     command = rng.choice([command for command in admissible if command.split()[0] == verb])
@@ -79,7 +80,10 @@ def random_command(admissible: list[str], rng: random.Random) -> str:
 
 
 def play(path: str, cache: str, seed: int, win: bool) -> int:
-    """Both engines through one game; how many states were compared. AssertionError: the first difference."""
+    """Play one game with both engines. Returns the number of compared states.
+
+    Raises AssertionError at the first difference.
+    """
     rng = random.Random(f"{seed} {Path(path).parent.name}")
     stock, own = Stock(path), Game(path, cache)
     history: list[str] = []
@@ -119,15 +123,18 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     if args.alfworld_data is None:
-        parser.error("--alfworld_data (or $ALFWORLD_DATA): the folder that holds json_2.1.1")
+        parser.error(
+            "--alfworld_data is missing; give the folder that contains json_2.1.1, or set $ALFWORLD_DATA"
+        )
     paths = chosen_games(args.alfworld_data / "json_2.1.1", args.games, random.Random(args.seed))
     if not paths:
         parser.error(f"no {GAME_FILE} below {args.alfworld_data / 'json_2.1.1'}")
     n_states = 0
     with tempfile.TemporaryDirectory() as cache, ProcessPoolExecutor(args.processes) as pool:
-        games = [
-            pool.submit(play, path, cache, args.seed, (i + i // 6) % 3 == 0) for i, path in enumerate(paths)
-        ]
+        games = []
+        for i, path in enumerate(paths):
+            win = (i + i // 6) % 3 == 0  # every third game, with all task types among them
+            games.append(pool.submit(play, path, cache, args.seed, win))
         for number, game in enumerate(games, 1):
             try:
                 n_states += game.result()

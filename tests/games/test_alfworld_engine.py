@@ -1,4 +1,4 @@
-"""The ALFWorld engine: the stock engine's answers, isolation, the cache, what a dropped game leaves."""
+"""Tests of the ALFWorld engine: the stock engine's answers, isolation, the cache, and memory."""
 
 import importlib.metadata
 import json
@@ -18,17 +18,17 @@ from games.alfworld_translation import _expression, _packed
 
 DATA = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "alfworld"
 LOOK = "look_at_obj_in_light-Bowl-None-DeskLamp-301"
-CLEAN = "pick_clean_then_place_in_recep-SoapBar-None-Toilet-428"  # the smallest: translated in 0.1 s
+CLEAN = "pick_clean_then_place_in_recep-SoapBar-None-Toilet-428"  # the smallest game, translated in 0.1 s
 
 
 def missing() -> str:
-    """Why games cannot be played here; empty when they can."""
+    """The reason why games cannot be played, or "" if they can."""
     try:
         for package in alfworld_engine.PACKAGES:
             importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
         return f"{error.name} is not installed"
-    return "" if DATA.is_dir() else "the shared data is not here"
+    return "" if DATA.is_dir() else f"there are no games in {DATA}"
 
 
 needs_games = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -36,13 +36,13 @@ needs_games = pytest.mark.skipif(bool(missing()), reason=missing())
 
 @pytest.fixture(scope="session")
 def traces() -> dict[str, dict]:
-    """What the stock engine answered, by the name of the game's folder."""
+    """The recorded answers of the stock engine, by the name of the game's folder."""
     recorded = json.loads((DATA / "traces_stock.json").read_text())
     return {trace["game"].split("/")[-3]: trace for trace in recorded}
 
 
 def unpack(archive: str, names: set[str], folder: Path) -> dict[str, Path]:
-    """Those games of the archive, by the name of their folder."""
+    """Unpack the games of these names. Returns their paths by name."""
     found = {}
     with tarfile.open(DATA / archive) as packed:
         for member in packed:
@@ -61,7 +61,7 @@ def games(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> Path:
-    """A folder of translated games that the tests share."""
+    """A cache that tests share, so that a game is translated once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -72,7 +72,7 @@ def nothing_in_memory():
 
 
 def replay(game: Game, trace: dict) -> None:
-    """Every answer is the recorded one."""
+    """Play the recorded commands and compare every answer with the recorded one."""
     state, start = game.reset(), trace["reset"]
     assert (state.text, state.admissible, state.won) == (start["text"], start["admissible"], start["won"])
     for step in trace["steps"]:
@@ -85,38 +85,38 @@ def replay(game: Game, trace: dict) -> None:
 # --- Command line -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments, told", [
+@pytest.mark.parametrize("arguments, message", [
     (["--processes", "0"], "--processes 0: must be at least 1"),
     (["--processes", "-2"], "--processes -2: must be at least 1"),
     ([], "no game.tw-pddl below "),
 ])  # fmt: skip
-def test_a_wrong_command_line_is_a_usage_error(arguments, told, tmp_path, monkeypatch, capsys):
+def test_a_wrong_command_line_is_a_usage_error(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(alfworld_engine, "check_installed", lambda: None)
     monkeypatch.setattr(sys, "argv", ["alfworld_engine.py", str(tmp_path), *arguments])
     with pytest.raises(SystemExit) as exit:
         alfworld_engine.main()
-    assert exit.value.code == 2 and told in capsys.readouterr().err
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_the_command_line_names_a_package_that_is_missing(tmp_path, monkeypatch, capsys):
+def test_the_command_line_names_a_missing_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(alfworld_engine, "PACKAGES", ("alfworld-not-here",))
     monkeypatch.setattr(sys, "argv", ["alfworld_engine.py", str(tmp_path)])
     alfworld_engine._versions.cache_clear()
     with pytest.raises(SystemExit) as exit:
         alfworld_engine.main()
     alfworld_engine._versions.cache_clear()
-    told = "ALFWorld needs the package alfworld-not-here: pip install -r requirements/alfworld.txt"
-    assert exit.value.code == 2 and told in capsys.readouterr().err
+    message = "ALFWorld needs the package alfworld-not-here: pip install -r requirements/alfworld.txt"
+    assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
 @needs_games
-def test_games_that_cannot_be_translated_are_listed(tmp_path, monkeypatch, capfd):
+def test_the_command_line_lists_games_that_cannot_be_translated(tmp_path, monkeypatch, capfd):
     (tmp_path / "pick_and_place_simple" / "game.tw-pddl").mkdir(parents=True)
     monkeypatch.setattr(sys, "argv", ["alfworld_engine.py", str(tmp_path)])
     monkeypatch.setenv("RSPO_CACHE", str(tmp_path))
     assert alfworld_engine.main() == 1
     out, err = capfd.readouterr()
-    assert out == f"0 of 1 games can be played; the cache: {tmp_path}/alfworld\n"
+    assert out == f"0 of 1 games are in the cache {tmp_path}/alfworld\n"
     assert "pick_and_place_simple/game.tw-pddl" in err and "Traceback" not in err
 
 
@@ -125,19 +125,19 @@ def test_games_that_cannot_be_translated_are_listed(tmp_path, monkeypatch, capfd
 
 @needs_games
 @pytest.mark.parametrize("name", [LOOK, CLEAN])
-def test_answers_are_those_of_the_stock_engine(name, games, traces, cache):
+def test_answers_equal_those_of_the_stock_engine(name, games, traces, cache):
     game = Game(games[name], cache)
     replay(game, traces[name])
-    replay(game, traces[name])  # now from what is remembered
+    replay(game, traces[name])  # this time from remembered transitions
 
 
 @needs_games
 @pytest.mark.slow
-def test_all_recorded_games_are_answered_alike(traces, tmp_path):
+def test_all_recorded_games_have_the_stock_engines_answers(traces, tmp_path):
     paths = unpack("all_games_tw-pddl.tar.xz", set(traces), tmp_path)
     trials = {name: trace["game"].split("/")[-2] for name, trace in traces.items()}
     assert len(paths) == len(trials) == 12
-    with tarfile.open(DATA / "all_games_tw-pddl.tar.xz") as packed:  # a folder may hold several trials
+    with tarfile.open(DATA / "all_games_tw-pddl.tar.xz") as packed:  # a folder can contain several trials
         for member in packed:
             parts = Path(member.name).parts
             if parts[-1] == "game.tw-pddl" and trials.get(parts[-3]) == parts[-2]:
@@ -147,7 +147,7 @@ def test_all_recorded_games_are_answered_alike(traces, tmp_path):
 
 
 @needs_games
-def test_the_walkthrough_wins_with_its_last_command_and_nothing_else_ends_a_game(games, cache):
+def test_only_the_last_command_of_the_walkthrough_ends_the_game(games, cache):
     game = Game(games[LOOK], cache)
     assert game.task_type == "look_at_obj_in_light"
     game.reset()
@@ -158,7 +158,7 @@ def test_the_walkthrough_wins_with_its_last_command_and_nothing_else_ends_a_game
 
 
 @needs_games
-def test_what_is_not_admissible_changes_nothing(games, cache):
+def test_a_command_that_is_not_admissible_changes_nothing(games, cache):
     game = Game(games[LOOK], cache)
     before = game.reset()
     for command in ("", "Look", "take everything", "go to nowhere 1"):
@@ -168,7 +168,7 @@ def test_what_is_not_admissible_changes_nothing(games, cache):
 
 
 @needs_games
-def test_what_is_forgotten_is_worked_out_again(games, cache, monkeypatch):
+def test_the_number_of_remembered_transitions_changes_no_answer(games, cache, monkeypatch):
     def played(limit: int) -> list:
         forget()
         monkeypatch.setattr(alfworld_engine, "N_TRANSITIONS", limit)
@@ -186,18 +186,19 @@ def test_what_is_forgotten_is_worked_out_again(games, cache, monkeypatch):
 
 
 @needs_games
-def test_games_side_by_side_do_not_touch_each_other(games, traces, cache):
+def test_games_are_independent(games, traces, cache):
     look, clean, idle = Game(games[LOOK], cache), Game(games[CLEAN], cache), Game(games[LOOK], cache)
-    at_rest = [game.reset() for game in (look, clean, idle)][2]
-    steps = zip(traces[LOOK]["steps"], traces[CLEAN]["steps"], strict=False)
-    for for_look, for_clean in steps:
-        assert look.step(for_look["command"]).text == for_look["text"]
-        assert clean.step(for_clean["command"]).text == for_clean["text"]
-    assert idle.step("nonsense").admissible == at_rest.admissible
+    look.reset()
+    clean.reset()
+    start = idle.reset()
+    for look_step, clean_step in zip(traces[LOOK]["steps"], traces[CLEAN]["steps"], strict=False):
+        assert look.step(look_step["command"]).text == look_step["text"]
+        assert clean.step(clean_step["command"]).text == clean_step["text"]
+    assert idle.step("nonsense").admissible == start.admissible
 
 
 @needs_games
-def test_a_changed_list_of_commands_stays_the_callers(games, cache):
+def test_a_caller_can_change_its_list_of_commands(games, cache):
     first, second = Game(games[CLEAN], cache), Game(games[CLEAN], cache)
     state = first.reset()
     commands = list(state.admissible)
@@ -206,7 +207,7 @@ def test_a_changed_list_of_commands_stays_the_callers(games, cache):
 
 
 @needs_games
-def test_argv_and_stdout_stay_as_they_are(games, tmp_path, capsys):
+def test_a_translation_prints_nothing_and_keeps_argv_and_stdout(games, tmp_path, capsys):
     argv, content, stdout = sys.argv, list(sys.argv), sys.stdout
     Game(games[CLEAN], tmp_path).reset()
     assert sys.argv is argv and sys.argv == content and sys.stdout is stdout
@@ -214,7 +215,7 @@ def test_argv_and_stdout_stay_as_they_are(games, tmp_path, capsys):
 
 
 @needs_games
-def test_a_closed_game_and_one_not_begun_say_so(games, cache):
+def test_a_closed_game_and_a_game_before_reset_raise_errors(games, cache):
     game = Game(games[CLEAN], cache)
     with pytest.raises(RuntimeError, match="reset"):
         game.step("look")
@@ -230,16 +231,16 @@ def test_a_closed_game_and_one_not_begun_say_so(games, cache):
 def test_a_game_is_translated_once(games, tmp_path, monkeypatch):
     start = Game(games[CLEAN], tmp_path).reset()
     forget()
-    monkeypatch.setattr(alfworld_engine, "translate", None)  # a second translation would fail
+    monkeypatch.setattr(alfworld_engine, "translate", None)  # so a second translation would fail
     assert Game(games[CLEAN], tmp_path).reset() == start
     (file,) = tmp_path.iterdir()
-    assert isinstance(json.loads(zlib.decompress(file.read_bytes()[32:])), dict)  # plain data
+    assert isinstance(json.loads(zlib.decompress(file.read_bytes()[32:])), dict)  # a hash, then plain data
     assert clear_cache(tmp_path) == 1 and not list(tmp_path.iterdir())
 
 
 @needs_games
 @pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b"", lambda b: b[:99] + b"?" + b[100:]])
-def test_a_damaged_entry_is_noticed_and_made_again(games, tmp_path, damage):
+def test_a_damaged_file_of_the_cache_is_replaced_with_a_warning(games, tmp_path, damage):
     start = Game(games[CLEAN], tmp_path).reset()
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -251,7 +252,7 @@ def test_a_damaged_entry_is_noticed_and_made_again(games, tmp_path, damage):
 
 
 @needs_games
-def test_an_entry_that_holds_something_else_is_made_again(games, tmp_path):
+def test_a_file_of_the_cache_with_other_content_is_replaced_with_a_warning(games, tmp_path):
     start = Game(games[CLEAN], tmp_path).reset()
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -263,9 +264,9 @@ def test_an_entry_that_holds_something_else_is_made_again(games, tmp_path):
 
 
 @needs_games
-def test_without_a_folder_to_write_in_games_are_played_and_one_warning_says_so(games, tmp_path):
+def test_without_a_writable_cache_games_work_and_there_is_one_warning(games, tmp_path):
     (tmp_path / "file").write_text("")
-    folder = tmp_path / "file" / "cache"  # cannot be made, whoever runs this
+    folder = tmp_path / "file" / "cache"  # it cannot be made, not even by root
     with pytest.warns(UserWarning, match="translated games cannot be") as caught:
         Game(games[CLEAN], folder).reset()
         forget()
@@ -274,7 +275,7 @@ def test_without_a_folder_to_write_in_games_are_played_and_one_warning_says_so(g
 
 
 @needs_games
-def test_the_entry_belongs_to_the_content(games, tmp_path):
+def test_files_with_different_content_have_different_cache_files(games, tmp_path):
     content = json.loads(games[CLEAN].read_text())
     content["grammar"] = content["grammar"].replace("Your task is to: ", "Your task is to: please ")
     other = tmp_path / CLEAN / "game.tw-pddl"
@@ -292,14 +293,15 @@ def warm(path: Path, folder: Path) -> str:
 
 
 @needs_games
-def test_processes_warm_one_cache_together(games, tmp_path, cache):
-    text = Game(games[CLEAN], cache).reset().text  # the libraries are loaded before the fork
+@pytest.mark.slow
+def test_processes_can_fill_one_cache_at_the_same_time(games, tmp_path, cache):
+    text = Game(games[CLEAN], cache).reset().text  # this loads the libraries before the fork
     with multiprocessing.get_context("fork").Pool(4) as pool:
         assert pool.starmap(warm, [(games[CLEAN], tmp_path)] * 4, chunksize=1) == [text] * 4
     assert [file.suffix for file in tmp_path.iterdir()] == [".game"]
 
 
-def test_the_folder_of_the_cache(monkeypatch):
+def test_environment_variables_choose_the_folder_of_the_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv("RSPO_CACHE", raising=False)
     assert alfworld_engine.cache_folder() == Path("/somewhere/rspo/alfworld")
@@ -321,7 +323,7 @@ def test_the_folder_of_the_cache(monkeypatch):
         lambda content: json.dumps({**content, "grammar": "action {"}),
     ],
 )
-def test_a_broken_file_is_named(change, games, tmp_path, capsys):
+def test_the_error_of_a_broken_file_names_the_file(change, games, tmp_path, capsys):
     path = tmp_path / "pick_and_place" / "game.tw-pddl"
     path.parent.mkdir()
     path.write_text(change(json.loads(games[CLEAN].read_text())))
@@ -332,7 +334,7 @@ def test_a_broken_file_is_named(change, games, tmp_path, capsys):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch):
+def test_the_error_of_a_missing_package_says_how_to_install_it(tmp_path, monkeypatch):
     path = tmp_path / "pick_and_place" / "game.tw-pddl"
     path.parent.mkdir()
     path.write_text("{}")
@@ -343,15 +345,15 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch):
     alfworld_engine._versions.cache_clear()
 
 
-def test_the_task_type_is_the_last_one_that_the_path_names():
+def test_the_task_type_is_the_last_one_in_the_path():
     path = "/pick_and_place/x/pick_heat_then_place_in_recep-Mug-None-Desk-21/trial/game.tw-pddl"
     assert task_type(path) == "pick_heat_then_place_in_recep"
     assert task_type("pick_two_obj_and_place-Box-None-Sofa-1/game.tw-pddl") == "pick_two_obj_and_place"
-    with pytest.raises(ValueError, match="/games/mine.tw-pddl: the path names none of the task types"):
+    with pytest.raises(ValueError, match="/games/mine.tw-pddl: the path contains none of the task types"):
         task_type("/games/mine.tw-pddl")
 
 
-# --- The parts, on a game made by hand: no package needed ---------------------------------------------------
+# --- A hand-made game, which needs no package ---------------------------------------------------------------
 
 
 def lamp() -> dict:
@@ -371,7 +373,7 @@ def lamp() -> dict:
         "command_of": [0, 1, 2],
         "action_of": [0, 0, 0],
         "arguments": _packed([[0], [0], [0]]),
-        "conditions": _packed([[], [1], [0]]),  # pull when on, push when off
+        "conditions": _packed([[], [1], [0]]),  # pull if on, push if off
         "effects": _packed([[], [0, 3], [1, 3]]),
         "uncertain": [],
         "goal": [5],
@@ -382,7 +384,7 @@ def lamp() -> dict:
     }
 
 
-def test_a_game_made_by_hand():
+def test_a_hand_made_game_is_played_by_the_rules():
     table = _Table(lamp())
     text, node = table.start()
     assert (text, node.admissible, node.won) == ("A lamp.", ("look", "push"), False)
@@ -391,32 +393,30 @@ def test_a_game_made_by_hand():
     text, lit = table.follow(node, "push")
     assert (text, lit.admissible, lit.won) == ("You see the lamp 1. It is on.", ("look", "pull"), True)
     text, dark = table.follow(lit, "pull")
-    # Off again, but not as at the start: that it is off has been said since.
+    # The lamp is off as at the start, but now its being on is denied, so the text differs.
     assert (text, dark.admissible, dark.won) == ("You see the lamp 1. It was on.", ("look", "push"), False)
     assert table.follow(dark, "push")[1] is lit
 
 
 def test_expressions_of_a_game_file_are_never_run():
-    assert _expression("o.indefinite + ' ' + o.name") == [
-        *["+", ["+", ["of", "o", "indefinite"], ["text", " "]]],
-        ["of", "o", "name"],
-    ]
+    article = ["+", ["of", "o", "indefinite"], ["text", " "]]
+    assert _expression("o.indefinite + ' ' + o.name") == ["+", article, ["of", "o", "name"]]
     for code in ("__import__('os').getcwd()", "o.name.__class__", "[o]", "o.name * 2"):
         with pytest.raises(ValueError, match="does not know"):
             _expression(code)
 
 
-# --- What is left behind ------------------------------------------------------------------------------------
+# --- Memory -------------------------------------------------------------------------------------------------
 
 
 @needs_games
 @pytest.mark.slow
-def test_two_thousand_episodes_leave_nothing_behind(games, cache, monkeypatch):
+def test_memory_does_not_grow_over_two_thousand_episodes(games, cache, monkeypatch):
     def resident() -> float:  # MB
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1000
 
-    monkeypatch.setattr(alfworld_engine, "N_TABLES", 1)  # so every other game is loaded anew
+    monkeypatch.setattr(alfworld_engine, "N_TABLES", 1)  # so each episode loads its game again
     rng = random.Random(0)
     sizes = []
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Household: the rules and sentences word for word, the games, the experts, and what may never leak."""
+"""Tests of Household: exact rules and texts, the games, the experts, and that no hidden fact leaks."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ from games.household import NOTHING, STEP_LIMIT, TASK_TYPES, Game, Room, make_ga
 
 
 def room_for(task_type, thing, target, **contents):
-    """A room of a hand-made game; keywords are receptacles without their number."""
+    """The room of a hand-made game. Keywords are receptacles without their numbers."""
     items = sorted((f"{name} 1", tuple(sorted(held))) for name, held in contents.items())
     return Room(Game(task_type, thing, target, tuple(items)), [name for name, _ in items])
 
@@ -32,7 +32,7 @@ KITCHEN = {
     "sinkbasin": [],
 }
 
-# A winning episode of each type as (command, answer): won after the last and not before.
+# One winning episode of each type: (command, answer). The last command wins, no earlier one does.
 EPISODES = {
     "Pick": (
         ("mug", "drawer 1", "put a mug in drawer."),
@@ -70,10 +70,7 @@ EPISODES = {
             ),
             ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1."),
             ("clean mug 1 with sinkbasin 1", "Nothing happens."),
-            (
-                "move mug 1 to countertop 1",
-                "You move the mug 1 to the countertop 1.",
-            ),  # not clean yet: no success
+            ("move mug 1 to countertop 1", "You move the mug 1 to the countertop 1."),  # it is not clean yet
             ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1."),
             ("go to sinkbasin 1", "You arrive at sinkbasin 1. On the sinkbasin 1, you see nothing."),
             ("clean mug 1 with sinkbasin 1", "You clean the mug 1 using the sinkbasin 1."),
@@ -90,7 +87,7 @@ EPISODES = {
                 "You arrive at countertop 1. On the countertop 1, you see a egg 1, and a mug 1.",
             ),
             ("take egg 1 from countertop 1", "You pick up the egg 1 from the countertop 1."),
-            ("take mug 1 from countertop 1", "Nothing happens."),  # one hand
+            ("take mug 1 from countertop 1", "Nothing happens."),  # only one object can be held
             ("go to microwave 1", "You arrive at microwave 1. The microwave 1 is closed."),
             ("heat egg 1 with microwave 1", "You heat the egg 1 using the microwave 1."),
             ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
@@ -115,7 +112,7 @@ EPISODES = {
 
 
 @pytest.mark.parametrize("task_type", EPISODES)
-def test_a_whole_episode_word_for_word(task_type):
+def test_an_episode_of_each_type_has_exactly_these_texts(task_type):
     (thing, target, sentence), turns = EPISODES[task_type]
     room = room_for(task_type, thing, target, **KITCHEN)
     assert room.game.sentence == sentence
@@ -125,7 +122,7 @@ def test_a_whole_episode_word_for_word(task_type):
     assert room.won and room.admissible == ()
 
 
-def test_pick2_is_won_by_the_second_of_two():
+def test_pick2_is_won_by_the_second_object():
     room = room_for("Pick2", "mug", "desk 1", desk=["pen 1"], bed=["mug 1"], safe=["mug 2"])
     assert room.game.sentence == "put two mug in desk."
     assert room.act("go to bed 1") == "You arrive at bed 1. On the bed 1, you see a mug 1."
@@ -133,7 +130,7 @@ def test_pick2_is_won_by_the_second_of_two():
     room.act("go to desk 1")
     assert room.act("move mug 1 to desk 1") == "You move the mug 1 to the desk 1."
     assert not room.won
-    assert room.notes() == "search safe 1"  # the placed one is done with
+    assert room.notes() == "search safe 1"  # the object in the target is not noted
     room.act("go to safe 1")
     assert room.act("open safe 1") == "You open the safe 1. The safe 1 is open. In it, you see a mug 2."
     assert room.notes() == "seen mug 2 in safe 1"
@@ -163,7 +160,7 @@ def test_the_room_describes_itself_as_alfworld_does():
     assert room.act("examine drawer 1") == "The drawer 1 is open. In it, you see a pen 1."
 
 
-def test_heat_undoes_cool_and_clean_stays():
+def test_heating_removes_cool_and_keeps_clean():
     room = room_for("Pick", "mug", "drawer 1", **KITCHEN)
     for command in ("go to countertop 1", "take egg 1 from countertop 1", "go to fridge 1"):
         room.act(command)
@@ -175,24 +172,22 @@ def test_heat_undoes_cool_and_clean_stays():
     room.act("go to microwave 1")
     room.act("heat egg 1 with microwave 1")
     assert room.act("examine egg 1") == "This is a hot and clean egg 1."
-    assert (
-        room.notes()
-        == "search fridge 1 microwave 1 shelf 1; seen mug 1 in countertop 1; holding clean hot egg 1"
-    )
+    notes = "search fridge 1 microwave 1 shelf 1; seen mug 1 in countertop 1; holding clean hot egg 1"
+    assert room.notes() == notes
 
 
-def test_pens_are_not_cooked():
+def test_a_pen_cannot_be_heated():
     room = room_for("Look", "pen", "", **KITCHEN)
     for command in ("go to drawer 1", "open drawer 1", "take pen 1 from drawer 1", "go to microwave 1"):
         room.act(command)
     assert room.act("heat pen 1 with microwave 1") == NOTHING
 
 
-def test_a_lamp_already_lit_wins_when_the_object_arrives():
+def test_look_is_won_when_the_object_comes_to_a_lamp_that_is_on():
     room = room_for("Look", "mug", "", **KITCHEN)
     for command in ("go to shelf 1", "use desklamp 1", "go to countertop 1", "take mug 1 from countertop 1"):
         room.act(command)
-    assert not room.won  # lit and held, but not under the lamp
+    assert not room.won  # the lamp is on and the object is held, but not at the lamp
     room.act("go to shelf 1")
     assert room.won
 
@@ -216,13 +211,11 @@ def test_admissible_commands_are_sorted_and_complete():
     )
 
 
-def test_notes_hold_what_was_seen_and_nothing_else():
+def test_notes_contain_only_facts_that_were_seen():
     room = room_for("Clean", "mug", "drawer 1", **KITCHEN)
     assert room.notes() == "search countertop 1 fridge 1 microwave 1 shelf 1 sinkbasin 1"
-    room.act("go to fridge 1")
-    assert (
-        room.notes() == "search countertop 1 fridge 1 microwave 1 shelf 1 sinkbasin 1"
-    )  # closed: not searched
+    room.act("go to fridge 1")  # closed, so it does not count as searched
+    assert room.notes() == "search countertop 1 fridge 1 microwave 1 shelf 1 sinkbasin 1"
     room.act("open fridge 1")
     assert room.notes() == "search countertop 1 microwave 1 shelf 1 sinkbasin 1"
     room.act("go to countertop 1")
@@ -231,11 +224,11 @@ def test_notes_hold_what_was_seen_and_nothing_else():
     assert room.notes() == "search microwave 1 shelf 1 sinkbasin 1; holding mug 1"
 
 
-# ---- the games
+# --- The games ----------------------------------------------------------------------------------------------
 
 
-def test_a_game_literally():
-    """The same in every Python version: only random.random() is drawn from."""
+def test_the_first_eval_game_is_this_one():
+    """It is the same in every version of Python, because only random.random() is used."""
     game, order = make_game("eval", 0)
     assert game.sentence == "put a plate in shelf."
     assert game.contents == (
@@ -249,7 +242,7 @@ def test_a_game_literally():
     assert order == ["drawer 1", "shelf 1", "sidetable 1", "bed 1", "cabinet 1", "countertop 1"]
 
 
-def test_games_are_as_large_as_they_should_be_and_never_won_at_the_start():
+def test_games_have_the_right_size_and_are_not_won_at_the_start():
     for split in ("train", "eval"):
         for index in range(300):
             game, order = make_game(split, index)
@@ -266,7 +259,7 @@ def test_games_are_as_large_as_they_should_be_and_never_won_at_the_start():
             assert (game.target in here) == (game.task_type != "Look") == ("desklamp 1" not in names)
 
 
-def test_the_panel_has_fifty_games_of_each_type():
+def test_eval_has_fifty_games_of_each_type():
     env = Household()
     assert env.size("eval") == 300 and env.size("train") >= 100_000
     types = Counter(make_game("eval", index)[0].task_type for index in range(300))
@@ -278,17 +271,17 @@ def test_train_and_eval_share_no_game():
     panel = {make_game("eval", index)[0] for index in range(300)}
     assert not train & panel
     assert len(panel) == 300
-    # And not by luck: the content of a game alone decides which split may use it.
+    # This is no accident: only the content of a game decides about its split.
     assert {game.split for game in train} == {"train"} and {game.split for game in panel} == {"eval"}
 
 
 @pytest.mark.parametrize("split, index", [("test", 0), ("eval", 300), ("train", -1)])
-def test_a_game_that_does_not_exist_is_refused(split, index):
+def test_an_unknown_game_raises_an_error(split, index):
     with pytest.raises(ValueError, match=rf"no household game '{split}' {index}"):
         make_game(split, index)
 
 
-def test_a_fresh_process_shows_the_same_games_whatever_its_hash_seed():
+def test_processes_with_different_hash_seeds_show_the_same_games():
     code = (
         "from envs import make_env\n"
         "env = make_env('household')\n"
@@ -299,7 +292,7 @@ def test_a_fresh_process_shows_the_same_games_whatever_its_hash_seed():
         "        if view.done: break\n"
         "        view = env.step(env.searching_expert())\n"
     )
-    root = Path(household.__file__).parent
+    root = Path(household.__file__).parent.parent
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -315,10 +308,11 @@ def test_a_fresh_process_shows_the_same_games_whatever_its_hash_seed():
     assert len(texts.pop().splitlines()) > 15
 
 
-# ---- playing
+# --- Episodes -----------------------------------------------------------------------------------------------
 
 
 def play(env, split, index, choose):
+    """Play a game with the actions of choose(env, view). Returns the last view and the number of turns."""
     view = env.reset(split, index)
     for turn in range(STEP_LIMIT):
         view = env.step(choose(env, view))
@@ -328,7 +322,7 @@ def play(env, split, index, choose):
 
 
 def noisy(rng, share=0.35):
-    """The searching expert with that probability, else any admissible action."""
+    """A player that takes the searching expert's action with probability `share`, else a random one."""
 
     def choose(env, view):
         return env.searching_expert() if rng.random() < share else rng.choice(view.admissible)
@@ -349,8 +343,8 @@ def test_the_expert_wins_every_game_in_at_most_ten_moves(split):
         assert view.success and view.outcome == 1.0 and turns <= (10 if view.task_type == "Pick2" else 8)
 
 
-def test_both_experts_find_their_way_from_any_state():
-    """After seven random actions the expert still wins: it puts down, searches, heats again, as need be."""
+def test_both_experts_win_from_any_state():
+    """After seven random actions they put down wrong objects, search, and heat again if necessary."""
     rng = random.Random(0)
     env = Household()
     for index in range(300):
@@ -376,8 +370,8 @@ def test_the_searching_expert_usually_wins_within_the_step_limit():
     assert won["Pick2"] >= 40
 
 
-def test_the_searching_expert_and_the_notes_know_nothing_hidden():
-    """Swap whatever lies where nobody has looked: its action, the notes and the commands stay the same."""
+def test_the_searching_expert_and_the_notes_know_no_hidden_fact():
+    """Swapping the contents of unseen receptacles changes no action, no notes and no admissible commands."""
     rng = random.Random(1)
     env, choose = Household(), noisy(random.Random(2))
     swaps = 0
@@ -397,7 +391,7 @@ def test_the_searching_expert_and_the_notes_know_nothing_hidden():
     assert swaps > 500
 
 
-def test_two_environments_side_by_side_share_nothing():
+def test_two_environments_are_independent():
     first, second = make_env("household"), make_env("household")
     view = first.reset("train", 0)
     start = second.reset("train", 1)
@@ -408,14 +402,14 @@ def test_two_environments_side_by_side_share_nothing():
     assert (view.success, other.success) == (True, False)
 
 
-def test_a_reset_forgets_the_last_episode():
+def test_a_reset_removes_all_traces_of_the_last_episode():
     env = Household()
     start = env.reset("train", 5)
     play(env, "train", 5, noisy(random.Random(0)))
     assert env.reset("train", 5) == start
 
 
-def test_what_is_not_admissible_changes_nothing():
+def test_an_action_that_is_not_admissible_changes_nothing():
     env = Household()
     rng = random.Random(3)
     for index in range(60):
@@ -428,7 +422,7 @@ def test_what_is_not_admissible_changes_nothing():
             assert view.observation != "Nothing happens."
 
 
-def test_random_play_and_garbage_never_raise():
+def test_random_and_malformed_actions_raise_no_error():
     rng = random.Random(4)
     garbage = [
         "",
@@ -448,7 +442,7 @@ def test_random_play_and_garbage_never_raise():
         view = env.step(rng.choice([*view.admissible, *garbage, rng.choice(env.vocabulary)]))
 
 
-def test_running_out_of_turns_is_not_success():
+def test_an_episode_at_the_step_limit_is_no_success():
     view, turns = play(Household(), "eval", 0, lambda env, view: "look")
     assert (turns, view.done, view.success, view.outcome) == (14, False, False, 0.0)
 
@@ -461,8 +455,8 @@ def test_a_won_game_stays_won():
     assert view.admissible == ()
 
 
-def test_the_same_place_seen_again_is_the_same_observation():
-    """The anchor is the raw text: what the notes say of the past does not enter it."""
+def test_a_second_visit_gives_the_same_observation():
+    """GiGPO groups turns by observation, so the observation must not contain the notes."""
     room = room_for("Pick", "mug", "drawer 1", **KITCHEN)
     once, notes = room.act("go to countertop 1"), room.notes()
     room.act("go to shelf 1")
@@ -471,12 +465,12 @@ def test_the_same_place_seen_again_is_the_same_observation():
     assert notes != later_notes
 
 
-# ---- the tiny model's vocabulary
+# --- The vocabulary of the tiny model -----------------------------------------------------------------------
 
 WORD = re.compile(r"[a-z]+ \d+|[A-Za-z]+|\d+|[^\sA-Za-z\d]")  # "mug 1" is one word
 
 
-def test_the_vocabulary_covers_everything_said_and_done():
+def test_the_vocabulary_covers_all_prompts_and_actions():
     env, choose = Household(), noisy(random.Random(5))
     rng = random.Random(6)
     said, acted = set(), set()
@@ -490,7 +484,7 @@ def test_the_vocabulary_covers_everything_said_and_done():
             if view.done:
                 break
             action = choose(env, view)
-            if rng.random() < 0.2:  # whatever words a model may babble come back in the prompt
+            if rng.random() < 0.2:  # a model can answer with any words, and the next prompt repeats them
                 babble = " ".join(rng.choices(env.vocabulary, k=3))
                 action = rng.choice(["no action", parse_action("short", babble)[0]])
             history.append((view.observation, action))
@@ -499,5 +493,6 @@ def test_the_vocabulary_covers_everything_said_and_done():
     assert len(vocabulary) == len(env.vocabulary) < 200
     assert said <= vocabulary and acted <= vocabulary
     lowered = {word.lower() for word in vocabulary if word != word.lower()}
-    dead = vocabulary - said - acted - lowered - {"go to"}  # the tiny tokenizer's one token, two words here
-    assert not [word for word in dead if not word[-1].isdigit()]
+    # "go to" is one token of the tiny model, but two words for the pattern above.
+    unused = vocabulary - said - acted - lowered - {"go to"}
+    assert not [word for word in unused if not word[-1].isdigit()]

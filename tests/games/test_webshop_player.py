@@ -1,4 +1,4 @@
-"""WebShop's scripted customer: what it searches, chooses and buys, and pages in few words."""
+"""Tests of WebShop's scripted customer: its queries, choices and purchases, and the short texts of pages."""
 
 import importlib.util
 from dataclasses import replace
@@ -35,11 +35,11 @@ def results(*hits: Product, number=1) -> Page:
     return replace(INDEX, kind="search_results", hits=hits, number=number, query="aprons")
 
 
-# --- What it does -------------------------------------------------------------------------------------------
+# --- Actions ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "instruction, searched",
+    "instruction, expected",
     [
         (INSTRUCTION, "machine washable aprons pockets ties home kitchen red | blue women x-small"),
         (
@@ -56,8 +56,8 @@ def results(*hits: Product, number=1) -> Page:
         ("", ""),
     ],
 )
-def test_a_search_is_the_instruction_without_the_price_and_the_small_words(instruction, searched):
-    assert query(instruction) == searched
+def test_a_query_is_the_instruction_without_the_price_and_small_words(instruction, expected):
+    assert query(instruction) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,17 +68,17 @@ def test_a_search_is_the_instruction_without_the_price_and_the_small_words(instr
         ("Find me aprons with size: xs", {"size": "xs"}),
         ("i want a red apron for women, size s, and price lower than 9.00 dollars", None),
         ("a RED apron", {"color": "red"}),
-        ("a red and blue apron", {"color": "blue"}),  # the longest of those named
+        ("a red and blue apron", {"color": "blue"}),  # the longest value counts
         ("a colored apron for a womens club", {}),  # parts of words are no values
-        ("an apron, and price lower than 30.00 dollars for men", {}),  # behind the price nothing counts
+        ("an apron, and price lower than 30.00 dollars for men", {}),  # text after the price does not count
     ],
 )
-def test_the_options_that_an_instruction_spells_out(instruction, chosen):
+def test_options_are_read_from_the_instruction(instruction, chosen):
     everything = {"color": "red", "fit type": "women", "size": "s"}
     assert wanted(APRON, instruction) == (everything if chosen is None else chosen)
 
 
-def test_a_purchase_step_by_step():
+def test_advice_searches_opens_the_first_hit_chooses_options_and_buys():
     assert advice(INDEX) == f"search[{query(INSTRUCTION)}]"
     assert advice(results(APRON, product("B000000002"))) == "click[b000000001]"
     assert advice(ITEM) == "click[red | blue]"
@@ -87,12 +87,12 @@ def test_a_purchase_step_by_step():
     assert advice(replace(ITEM, options=chosen)) == "click[buy now]"
 
 
-def test_what_was_chosen_stays_chosen_even_if_it_is_wrong():
+def test_advice_does_not_change_chosen_options():
     page = replace(ITEM, options={"color": "blue", "fit type": "men", "size": "s"})
     assert advice(page) == "click[buy now]"
 
 
-def test_it_finds_back_from_other_pages():
+def test_advice_returns_from_other_pages():
     assert advice(results()) == "click[back to search]"
     hits = [product(f"B00000{i:04d}") for i in range(12)]
     assert advice(results(*hits, number=2)) == "click[b000000010]"
@@ -100,8 +100,8 @@ def test_it_finds_back_from_other_pages():
     assert advice(replace(ITEM, kind="item_sub_page", sub_page="Reviews")) == "click[< prev]"
 
 
-def test_a_value_of_two_options_is_clicked_for_the_later_alone():
-    """Such a button belongs to the later option: who wants it for the earlier one would click for ever."""
+def test_a_value_of_two_options_is_clicked_only_for_the_later_option():
+    """The button belongs to the later option. Clicking it for the earlier one would never end."""
     both = product(fit=("blue", "small"), color=("small", "blue"))
     page = replace(ITEM, product=both, instruction="a thing with fit: small, and color: blue,")
     assert wanted(both, page.instruction) == {"fit": "small", "color": "blue"}
@@ -109,44 +109,43 @@ def test_a_value_of_two_options_is_clicked_for_the_later_alone():
     assert advice(replace(page, options={"color": "blue"})) == "click[buy now]"
 
 
-def test_haste():
+def test_hasty_actions_turn_the_page_or_buy():
     assert haste(results(APRON)) == "click[next >]"
     assert haste(ITEM) == "click[buy now]"
     assert haste(replace(ITEM, kind="item_sub_page", sub_page="Features")) == "click[< prev]"
-    assert haste(INDEX) not in INDEX.clickables  # there is nothing to hurry to
+    assert haste(INDEX) not in INDEX.clickables  # there is no hasty action on this page
 
 
-# --- Pages in few words -------------------------------------------------------------------------------------
+# --- Short texts of pages -----------------------------------------------------------------------------------
 
 
-def test_pages_in_few_words():
+def test_brief_shortens_titles_and_lists():
     assert brief(INDEX) == "search bar"
     assert brief(replace(ITEM, kind="item_sub_page", sub_page="Features")) == "Features"
     assert brief(results()) == "page 1; "
-    assert brief(
-        results(APRON, product("B000000002", "Steel Kettle for Tea and Coffee", "$1.0 to $2.0"))
-    ) == ("page 1; B000000001 Red Cotton Apron $12.5; B000000002 Steel Kettle for Tea ... $1.0 to $2.0;")
+    kettle = product("B000000002", "Steel Kettle for Tea and Coffee", "$1.0 to $2.0")
+    assert brief(results(APRON, kettle)) == (
+        "page 1; B000000001 Red Cotton Apron $12.5; B000000002 Steel Kettle for Tea ... $1.0 to $2.0;"
+    )
     assert brief(ITEM) == (
         "item; color: red, blue, red | blue,; fit type: men, women,; size: s, xs, x-small,; "
         "Red Cotton Apron; $12.5"
     )
     many = product(size=tuple("abcdefg"), title="one two three four five")
-    assert (
-        brief(replace(ITEM, product=many)) == "item; size: a, b, c, d, e, ...; one two three four ...; $12.5"
-    )
+    text = "item; size: a, b, c, d, e, ...; one two three four ...; $12.5"
+    assert brief(replace(ITEM, product=many)) == text
 
 
-def test_a_page_of_results_shows_its_first_five_in_few_words():
+def test_brief_shows_five_hits_of_a_page():
     hits = [product(f"B00000{i:04d}") for i in range(17)]
     shown = brief(results(*hits, number=2))
-    assert shown.startswith("page 2; B000000010 Red") and shown.endswith(
-        "B000000014 Red Cotton Apron $12.5; ..."
-    )
+    assert shown.startswith("page 2; B000000010 Red")
+    assert shown.endswith("B000000014 Red Cotton Apron $12.5; ...")
     assert shown.count("Apron") == 5
     assert brief(results(*hits[:15], number=2)).endswith("B000000014 Red Cotton Apron $12.5;")
 
 
-# --- With the official products -----------------------------------------------------------------------------
+# --- The official products ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +154,13 @@ def shop():
 
 
 @needs_shop
-def test_what_is_wanted_is_what_the_goal_asks_for(shop):
+def test_the_options_read_from_instructions_equal_the_goals_options(shop):
     for goal in shop.goals[::7]:
         assert wanted(shop.products[goal.asin], goal.instruction_text) == goal.goal_options
 
 
 @needs_shop
-def test_the_rule_agent_on_the_test_goals(shop):
+def test_the_rule_agent_has_these_results_on_the_test_goals(shop):
     turns, rewards = [], []
     for index in range(500):
         session, count = shop.session(index), 0
@@ -176,8 +175,8 @@ def test_the_rule_agent_on_the_test_goals(shop):
 
 
 @needs_shop
-def test_every_page_of_a_purchase_is_short(shop):
-    """For a model that reads a few hundred tokens: in words, beside the instruction."""
+def test_every_page_of_a_purchase_has_at_most_120_words(shop):
+    """The tiny model reads a few hundred tokens, with the instruction among them."""
     longest = 0
     for index in range(1500, 1700):
         session = shop.session(index)

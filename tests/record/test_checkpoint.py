@@ -1,4 +1,4 @@
-"""Whole runs of the toy world (toy.py): checkpoints, kills, resumption, damaged files and endings."""
+"""Whole runs of the toy world (demo/toy.py): checkpoints, kills, resumption, damaged files and endings."""
 
 import dataclasses
 import itertools
@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 
 import flags
 import rspo
 import train
+from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 from record import checkpoint
 from record.log import Log, read_lines
 from scale.distributed import RankLost

@@ -1,4 +1,4 @@
-"""Environments that behave well and badly in workers, which import this file: it holds nothing heavy."""
+"""Environments for tests of the pool. Workers import this file, so it imports nothing heavy."""
 
 import os
 import signal
@@ -9,7 +9,11 @@ from envs import EnvironmentCrashed, Household, View
 
 
 class Tally:
-    """Shows its game and what was done in it; some actions end badly."""
+    """Show the game and all actions so far; some actions fail in a certain way.
+
+    The notes of a view hold four facts of its process: the id, whether torch is imported, whether pytest (the
+    caller's program) is imported, and the number of Tallies made.
+    """
 
     name, task_types, step_limit, vocabulary = "tally", ("count",), 9, None
     made = 0  # in this process
@@ -53,26 +57,26 @@ class Tally:
         return f"look {len(self.done) - 2}"
 
     def _view(self):
-        place = f"{os.getpid()} {'torch' in sys.modules} {'__mp_main__' in sys.modules} {self.made}"
-        return View("count", "count", " ".join(self.done), ("a", "b"), notes=place)
+        notes = f"{os.getpid()} {'torch' in sys.modules} {'pytest' in sys.modules} {self.made}"
+        return View("count", "count", " ".join(self.done), ("a", "b"), notes=notes)
 
 
 class Late(Household):
-    """Answers for even games come late."""
+    """Answer late in games with an even number."""
 
     def reset(self, split, index):
-        self.late = 0.005 * (index % 2 == 0)
+        self.delay = 0.005 * (index % 2 == 0)
         return super().reset(split, index)
 
     def step(self, action):
-        time.sleep(self.late)
+        time.sleep(self.delay)
         return super().step(action)
 
 
-def here_only(home, how):
-    """An environment that can be built in one process alone."""
-    if os.getpid() != home:
-        if how == "exit":
+def only_in(process, failure):
+    """Return a Tally in the given process; raise OSError or exit in any other one."""
+    if os.getpid() != process:
+        if failure == "exit":
             os._exit(7)
         raise OSError("the disk is on fire")
     return Tally()

@@ -1,4 +1,4 @@
-"""The memory plan: its arithmetic by hand, what autograd really keeps, refusals; slow: measured peaks."""
+"""Test the memory plan: arithmetic by hand, the bytes that autograd keeps, refusals; slow: measured peaks."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 import flags
-import policy as policy_module
+import model as model_module
 import train
 from batch import pad_rows, rows_of
 from buffer import Step, StopReason, Trajectory
@@ -29,8 +29,7 @@ SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
 
 
 def args_of(*argv):
-    args, _ = flags.prepare(["--plan", *argv])
-    return args
+    return flags.prepare(["--plan", *argv])
 
 
 PAPER = ("--preset", "paper-alfworld", "--model", "Qwen/Qwen2.5-7B-Instruct")
@@ -39,7 +38,7 @@ PAPER = ("--preset", "paper-alfworld", "--model", "Qwen/Qwen2.5-7B-Instruct")
 # --- shapes ---------------------------------------------------------------------------------------
 
 
-def test_parameters_are_those_that_the_models_are_known_to_have():
+def test_known_models_have_their_published_number_of_parameters():
     counts = {name.split("/")[1]: shape.parameters for name, shape in KNOWN.items()}
     assert counts == {
         "Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -48,13 +47,10 @@ def test_parameters_are_those_that_the_models_are_known_to_have():
         "Qwen2.5-7B-Instruct": 7_615_616_512,
         "Llama-3.2-1B-Instruct": 1_235_814_400,
         "Llama-3.2-3B-Instruct": 3_212_749_824,
-        "SmolLM2-135M-Instruct": 134_515_008,
-        "SmolLM2-360M-Instruct": 361_821_120,
-        "SmolLM2-1.7B-Instruct": 1_711_376_384,
     }
 
 
-def test_a_rank_64_adapter_of_the_7b_model():
+def test_a_rank_64_adapter_of_the_7b_model_by_hand():
     # in + out of q 3584 + 3584, k and v 3584 + 512 each, o 3584 + 3584, gate, up and down 3584 + 18944 each:
     # 7168 + 2 * 4096 + 7168 + 3 * 22528 = 90112; times 28 layers, times rank 64
     assert SEVEN.adapter(64) == 90_112 * 28 * 64 == 161_480_704
@@ -72,7 +68,7 @@ def small(kind="qwen2", **more):
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folders_shape_counts_its_models_parameters(kind, tied, tmp_path):
+def test_a_folders_shape_counts_the_models_parameters(kind, tied, tmp_path):
     model = small(kind, tie_word_embeddings=tied)
     model.config.save_pretrained(tmp_path)  # no weights
     shape = plan.shape_of(str(tmp_path))
@@ -86,7 +82,7 @@ def test_a_folders_shape_counts_its_models_parameters(kind, tied, tmp_path):
     assert plan.shape_of(str(tmp_path / "adapter")) == shape
 
 
-def test_a_shape_that_cannot_be_known_is_named(tmp_path, monkeypatch):
+def test_a_model_without_a_shape_is_an_error(tmp_path, monkeypatch):
     def offline(*_, **__):
         raise OSError("offline")
 
@@ -96,6 +92,13 @@ def test_a_shape_that_cannot_be_known_is_named(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="'gpt2'.*qwen2"):
         plan.shape_of(str(tmp_path))
+    for config in ("[1]", '{"model_type": "qwen2"}'):
+        (tmp_path / "config.json").write_text(config)
+        with pytest.raises(ValueError, match="does not describe a model"):
+            plan.shape_of(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="line 1"):  # json's own message
+        plan.shape_of(str(tmp_path))
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -103,33 +106,33 @@ def test_a_shape_that_cannot_be_known_is_named(tmp_path, monkeypatch):
 
 def test_the_7b_models_parts_by_hand():
     args = args_of(*PAPER)
-    parts = plan.update(args, SEVEN, tokens=8192, actions=1024)
+    parts = plan.update_bytes(args, SEVEN, tokens=8192, actions=1024)
     assert parts["weights"] == 7_615_616_512 * 2  # 15.2 GB of bf16
     assert parts["adapters"] == 2 * 161_480_704 * 4  # A and B, fp32
     assert parts["optimizer"] == 2 * 161_480_704 * 8  # two moments of each
-    assert parts["gradients"] == 161_480_704 * 4  # of the one that is trained
+    assert parts["gradients"] == 161_480_704 * 4  # one agent is trained at a time
     # hidden states and their gradient 2 * 1024 * 3584 * 2 bytes; 6.5 blocks of 64 * 152064 * 4 bytes
     assert parts["log-probs"] == 14_680_064 + 253_034_496
     # keys and values: 28 layers * 2 * 512 * 2 bytes
-    assert plan.kv_token(SEVEN, plan.precision(args)) == 57_344
+    assert plan.kv_bytes(SEVEN, plan.precision(args)) == 57_344
     # 128 episodes of 2048 + 512 tokens, twice
-    assert plan.rollout(args, SEVEN)["KV cache"] == 2 * 128 * 2560 * 57_344
+    assert plan.rollout_bytes(args, SEVEN)["KV cache"] == 2 * 128 * 2560 * 57_344
 
 
-def test_full_weights_are_copies_and_ppo_has_critics():
+def test_full_weights_are_copied_and_ppo_has_critics():
     args = args_of(*PAPER, "--lora_rank", "0", "--algo", "ppo")
-    parts = plan.agents(args, SEVEN)
+    parts = plan.agent_bytes(args, SEVEN)
     assert parts["weights"] == 4 * 7_615_616_512  # the reference
     assert parts["trained copies"] == 2 * 4 * 7_615_616_512
     assert parts["optimizer"] == 2 * 8 * 7_615_616_512
     assert parts["critics and their optimizer"] == 2 * 12 * (7_615_616_512 + 3_585)
     alone = args_of(*PAPER, "--lora_rank", "0", "--method", "outcome")
-    assert plan.agents(alone, SEVEN)["trained copies"] == 4 * 7_615_616_512
+    assert plan.agent_bytes(alone, SEVEN)["trained copies"] == 4 * 7_615_616_512
 
 
 def test_a_loop_of_the_paper_by_hand():
     # 14 on-policy tasks of 8 in each of 3 + 3 updates, 28 tasks of 8 for the buffer; 2 tasks of 8 replayed
-    assert plan.loop(args_of(*PAPER)) == {
+    assert plan.loop_size(args_of(*PAPER)) == {
         "loops": 50,
         "updates": 6,
         "episodes": 6 * 112 + 224,
@@ -139,7 +142,7 @@ def test_a_loop_of_the_paper_by_hand():
         "prompt tokens": 896 * 50 * 2048,
         "trained turns": (672 + 48) * 50,
     }
-    ppo = plan.loop(args_of(*PAPER, "--algo", "ppo", "--method", "outcome"))
+    ppo = plan.loop_size(args_of(*PAPER, "--algo", "ppo", "--method", "outcome"))
     assert (ppo["updates"], ppo["episodes"], ppo["replayed episodes"]) == (3, 3 * 128, 0)
 
 
@@ -156,9 +159,9 @@ def batch_of(rows, prompt, reply, vocab=331):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("rank, dtype", [(0, "float32"), (8, "float32"), (8, "bfloat16")])
-def test_activations_are_the_bytes_that_autograd_keeps(rank, dtype, autocast):
+def test_activations_equal_the_bytes_that_autograd_keeps(rank, dtype, autocast):
     model = small()
-    policy_module.cast(model, getattr(torch, dtype))
+    model_module.cast(model, getattr(torch, dtype))
     base = Base(model, SimpleNamespace(pad_id=0), autocast=autocast)
     agent, batch = Policy(base, lora_rank=rank), batch_of(rows=2, prompt=60, reply=41)
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -166,22 +169,25 @@ def test_activations_are_the_bytes_that_autograd_keeps(rank, dtype, autocast):
     def keep(x):
         storage = x.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), x)  # x: or its place might be taken by another
+            kept[storage.data_ptr()] = (
+                storage.nbytes(),
+                x,
+            )  # x: keep it alive, so that its address stays its own
         return x
 
     agent.activate()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         states = base.read(model, batch)
-    shape = plan._read(model.config.to_dict(), "small")
+    shape = plan.read_config(model.config.to_dict(), "small")
     precision = Precision(rank, 4 if dtype == "float32" else 2, autocast)
-    expected, _ = plan.backward(shape, precision, tokens=2 * 100, checkpointing=False)
+    expected, _ = plan.backward_bytes(shape, precision, tokens=2 * 100, checkpointing=False)
     expected -= states.numel() * states.element_size()  # the result itself
     if autocast and dtype == "float32":
-        expected -= 2 * 331 * 64  # the output layer's cast, which log-probs need
+        expected -= 2 * 331 * 64  # the output layer's cast is needed only for log-probs
     assert sum(size for size, _ in kept.values()) == pytest.approx(expected, rel=0.03)
 
 
-# --- what --plan says -----------------------------------------------------------------------------
+# --- the printed plan -----------------------------------------------------------------------------
 
 
 def test_the_plan_is_printed_without_weights_or_games(capsys, monkeypatch):
@@ -189,56 +195,84 @@ def test_the_plan_is_printed_without_weights_or_games(capsys, monkeypatch):
     train.main(["--plan", *PAPER])  # within 80 GB
     out = capsys.readouterr().out
     assert "7,615,616,512 parameters" in out and "161,480,704" in out and "15.23" in out
-    assert "896 episodes played and 48 replayed" in out
+    assert "896 episodes played, 48 replayed" in out
     with pytest.raises(SystemExit) as stopped:
-        train.main(["--plan", *PAPER, "--no-gradient_checkpointing", "--parallel_episodes", "256"])
+        train.main(["--plan", *PAPER, "--parallel_episodes", "256"])
     err = capsys.readouterr().err
     assert stopped.value.code == 2 and err.count("\n") == 1
+    # KV cache: 2 * 256 * 2560 tokens of 57,344 bytes = 75.2 GB; weights 15.2 GB
     assert err.startswith("error: --gpu_memory_gb 80: the rollout needs ")
-    assert err.endswith("it fits with --parallel_episodes 128 --gradient_checkpointing\n")
+    assert "GB, mostly KV cache 75.2 (--parallel_episodes) and weights 15.2 (--model, --dtype); change" in err
 
 
-def refused(*argv, gb=80.0):
+def refusal_of(*argv, gb=80.0):
     args = args_of("--method", "outcome", "--gpu_memory_gb", str(gb), *argv)
     return plan.refusal(args, KNOWN[args.model], None)
 
 
-def test_a_refusal_lowers_what_costs_least():
+def test_a_refusal_names_the_largest_parts_and_their_flags():
     seven = ("--preset", "paper-webshop", "--model", "Qwen/Qwen2.5-7B-Instruct", "--parallel_episodes", "4")
-    assert refused(*seven) is None
-    without = ("--no-gradient_checkpointing", "--tokens_per_micro_batch", "16384")
-    assert refused(*seven, *without).endswith("it fits with --gradient_checkpointing")
-    many = (*seven[:-1], "1024", *without)
-    assert "--parallel_episodes" in refused(*many) and "--gradient_checkpointing" in refused(*many)
-    assert "its memory flags cannot do it" in refused(*seven, gb=12)
-    full = refused(*seven, "--lora_rank", "0")  # 7.6e9 * (4 reference + 4 + 8 A + 4 gradients) = 152 GB
-    assert "--lora_rank 64" in full
+    assert refusal_of(*seven) is None
+    without = refusal_of(*seven, "--no-gradient_checkpointing", "--tokens_per_micro_batch", "16384")
+    assert "the update needs" in without and "the rollout" not in without
+    assert (
+        "mostly activations" in without and "(--tokens_per_micro_batch, --gradient_checkpointing)" in without
+    )
+    full = refusal_of(*seven, "--lora_rank", "0")  # 7.6e9 * (4 reference + 4 + 8 A + 4 gradients) = 152 GB
+    assert "mostly optimizer 60.9 (--lora_rank) and" in full  # 7.6e9 * 8
 
 
-def test_vllm_has_its_share_and_needs_enough():
+@pytest.mark.parametrize("moment, part, flag, value", [
+    ("rollout", "KV cache", "parallel_episodes", 64),
+    ("rollout", "weights", "dtype", "bfloat16"),
+    ("rollout", "adapters", "lora_rank", 8),
+    ("update", "optimizer", "lora_rank", 8),
+    ("update", "gradients", "lora_rank", 8),
+    ("update", "activations", "gradient_checkpointing", True),
+    ("update", "activations", "tokens_per_micro_batch", 4096),
+    ("update", "working memory", "tokens_per_micro_batch", 4096),
+    ("update", "log-probs", "tokens_per_micro_batch", 4096),
+    ("update", "critics and their optimizer", "algo", "grpo"),
+    ("reward model fit", "activations", "gradient_checkpointing", True),
+])  # fmt: skip
+def test_a_parts_flag_makes_it_smaller(moment, part, flag, value):
+    args = args_of(*PAPER, "--algo", "ppo", "--no-gradient_checkpointing", "--dtype", "float32")
+    assert f"--{flag}" in (plan.LEVERS | plan.LEVERS_AT.get(moment, {}))[part]
+    before, after = (
+        plan.moments(a, SEVEN, SEVEN) for a in (args, dataclasses.replace(args, **{flag: value}))
+    )
+    assert after[moment].get(part, 0) < before[moment][part]
+
+
+def test_every_part_has_a_flag():
+    for argv in ([], ["--algo", "ppo", "--lora_rank", "0"], ["--sampler", "vllm"]):
+        args = dataclasses.replace(args_of(*PAPER, "--gpu_memory_gb", "80", *argv), warm_start=8)
+        for parts in plan.moments(args, SEVEN, SEVEN).values():
+            assert parts.keys() - {"slack"} <= plan.LEVERS.keys()
+
+
+def test_vllm_takes_its_share_of_the_gpu():
     seven = ("--preset", "paper-webshop", "--model", "Qwen/Qwen2.5-7B-Instruct", "--sampler", "vllm")
     args = args_of("--gpu_memory_gb", "80", *seven)
     found = plan.moments(args, SEVEN, SEVEN)
     for moment in ("rollout", "update"):
         assert found[moment]["vLLM and its cache"] == 32e9 and "KV cache" not in found[moment]  # 0.4 * 80
-    assert "vLLM and its cache" not in found["reward model fit"]  # on an expert's games: it starts later
+    assert "vLLM and its cache" not in found["reward model fit"]  # the expert plays: vLLM starts later
     with_policy = dataclasses.replace(args, reward_model_source="policy")
     assert plan.moments(with_policy, SEVEN, SEVEN)["reward model fit"]["vLLM and its cache"] == 32e9
-    # bf16 weights 15.23 GB, two adapters 0.65; a pass over 8192 tokens: base and adapter in bf16, so
-    # (2 * 2 + 2 * 2) * 18944 + 16 * 3584 = 208,896 bytes each, 1.71 GB; an episode's cache: 8192 + 512 tokens
-    # of 28 * 2 * 512 * 2 = 57,344 bytes, 0.4991 GB
+    # bf16 weights 15.23 GB, two adapters 0.65 GB. A pass over 8192 tokens, base and adapter in bf16:
+    # (2 * 2 + 2 * 2) * 18944 + 16 * 3584 = 208,896 bytes each, 1.71 GB. An episode's cache: 4096 + 512 tokens
+    # of 28 * 2 * 512 * 2 = 57,344 bytes, 0.264 GB
     episode = (args.max_prompt_tokens + args.max_new_tokens) * 57_344
     left = 32e9 - 2 * (7_615_616_512 + 2 * 161_480_704) - 8192 * 208_896
     assert plan.vllm_episodes(args, SEVEN) == pytest.approx(left / episode)
-    assert refused(*seven) is None
-    assert refused(*seven, "--vllm_memory", "0.2") == (
-        "--vllm_memory 0.2: 16.0 GB hold no copy of the model with the cache of an episode; give 0.25"
+    assert refusal_of(*seven) is None
+    # 15.231 + 0.646 + 1.711 GB and one episode of 0.264 GB
+    assert refusal_of(*seven, "--vllm_memory", "0.2") == (
+        "--vllm_memory 0.2: 16.0 GB of the GPU must hold vLLM's copy of the model and the cache of one "
+        "episode, 17.9 GB; raise it or take a larger GPU"
     )
-    assert refused(*seven, "--vllm_memory", "0.8").endswith("it fits with --vllm_memory 0.65")
-    assert refused(*seven, gb=16).endswith("of an episode; take a larger GPU")
-    both = refused(*seven, "--vllm_memory", "0.2", "--no-gradient_checkpointing")
-    assert "; give 0.25; then --gpu_memory_gb 80: the update needs " in both
-    assert both.endswith("it fits with --gradient_checkpointing")
+    assert "mostly vLLM and its cache 64.0 (--vllm_memory)" in refusal_of(*seven, "--vllm_memory", "0.8")
 
 
 def test_the_tiny_model_has_a_plan(capsys):
@@ -251,19 +285,20 @@ def test_a_model_of_unknown_shape_is_a_usage_error(capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--plan", "--preset", "paper-alfworld", "--model", str(tmp_path)])
     assert stopped.value.code == 2 and f"--model {tmp_path}: " in capsys.readouterr().err
-    for config in ("[1]", '{"model_type": "qwen2"}', "{"):
-        (tmp_path / "config.json").write_text(config)
-        with pytest.raises(ValueError, match="" if config == "{" else "its configuration is none of a model"):
-            plan.shape_of(str(tmp_path))
 
 
-# --- what is measured -----------------------------------------------------------------------------
+# --- measured peaks -----------------------------------------------------------------------------
 
 SIZES = {  # 62 million parameters: 32000 * 512, and 12 layers of 3.8 million
-    **{"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12},
-    **{"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
 }
-ROWS, PROMPT, REPLY = 2, 200, 56  # of a micro-batch: 512 tokens, 112 of them actions
+ROWS, PROMPT, REPLY = 2, 200, 56  # a micro-batch: 512 tokens, 112 of them action tokens
 UPDATE = """
 import json, random, sys
 import peft, torch
@@ -271,7 +306,8 @@ from types import SimpleNamespace
 from transformers import Qwen2Config, Qwen2ForCausalLM
 import rspo
 from buffer import Group, Step, StopReason, Trajectory
-from policy import Base, Policy
+from model import Base
+from policy import Policy
 
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
@@ -293,10 +329,16 @@ print((kilobytes("VmHWM") - after_imports) * 1024)
 
 
 def measured(rank, checkpointing, settings):
-    """The peak of one update in a fresh process, above what its imports take: bytes. Tensors have pages of
-    their own there, so that freed ones do not count: glibc's heap would keep those of micro-batches past."""
-    given = json.dumps([SIZES, settings, rank, checkpointing, PROMPT, REPLY])
-    command, root = [sys.executable, "-W", "ignore", "-c", UPDATE, given], Path(plan.__file__).parent.parent
+    """Return the peak bytes of one update in a new process, beyond the memory of its imports.
+
+    The threshold gives each tensor its own pages, which are returned when it is freed. Otherwise the peak
+    would include freed tensors of earlier micro-batches, which glibc's heap keeps.
+    """
+    arguments = json.dumps([SIZES, settings, rank, checkpointing, PROMPT, REPLY])
+    command, root = (
+        [sys.executable, "-W", "ignore", "-c", UPDATE, arguments],
+        Path(plan.__file__).parent.parent,
+    )
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -307,12 +349,14 @@ def measured(rank, checkpointing, settings):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its memory from /proc")
 @pytest.mark.parametrize("rank, checkpointing", [(0, False), (64, True)])
 def test_the_plan_is_within_15_percent_of_the_peak(rank, checkpointing):
-    # Two optimizer steps of two micro-batches: the second has moments and gradients beside its activations
+    # Two optimizer steps of two micro-batches: in the second, moments and gradients exist beside activations
     settings = {"method": "outcome", "tasks_per_update": 2, "group_size": 2, "minibatch_turns": 4}
     settings |= {"kl_coef": 0.0, "tokens_per_micro_batch": ROWS * (PROMPT + REPLY)}
     args = flags.Args(
         **settings, lora_rank=rank, dtype="float32", autocast=False, gradient_checkpointing=checkpointing
     )
-    parts = plan.update(args, plan._read({"model_type": "qwen2", **SIZES}, ""), ROWS * 256, ROWS * REPLY)
-    planned = plan.total(plan._with_slack(parts, context=0))
+    parts = plan.update_bytes(
+        args, plan.read_config({"model_type": "qwen2", **SIZES}, ""), ROWS * 256, ROWS * REPLY
+    )
+    planned = plan.total(plan.with_slack(parts, context=0))
     assert planned == pytest.approx(measured(rank, checkpointing, settings), rel=0.15)

