@@ -210,4 +210,4 @@ def conclude(args: Args, folder: Path, log: Log, seconds: float, draw_curves: Ca
         games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"
         print_line(f"\nsuccess in % on {games}: {title}")
         print_line(report.panel_table({"start": start, "end": end}))
-    print_line(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   run folder: {folder}")
+    print_line(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all files: {folder}")
