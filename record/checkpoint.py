@@ -1,13 +1,17 @@
-"""Checkpoints: all that is needed to continue a run exactly. Being killed at any moment costs at most a loop.
+"""Checkpoints, and safe writing: a run that is killed at any moment loses at most one loop.
 
-A checkpoint is a folder `update_000012` (A's updates so far): safetensors files of the trainable weights and
-their AdamW state, never the frozen base; `state.json` with the counters, the replay buffer and the lengths of
-the logs; and `manifest.json` with the sha256 of every other file. It is written under another name, flushed
-to the disk, then renamed: what bears the final name is whole. Reading checks every sum first, and no file can
-run code (no pickle).
+A checkpoint is a folder `update_000012` (12 updates of A so far). It holds everything that a run needs to
+continue exactly:
 
-Every random draw of a run is named by the seed and its place in the run, so the only generator to save is the
-replay buffer's own.
+    *.safetensors   the trainable weights and their AdamW state; the frozen base is not included
+    state.json      the counters, the replay buffer and the lengths of the logs
+    manifest.json   the sha256 of every other file
+
+It is written under another name, flushed to the disk and then renamed, so a folder with the final name is
+complete. Reading first checks every sum. No file can run code (no pickle).
+
+The only random generator to save is the replay buffer's: all other draws are seeded by the run's seed and
+their place in the run.
 """
 
 from __future__ import annotations
@@ -20,26 +24,29 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor  # `choose` runs before torch is imported
 
-ASIDE = ".unfinished-"  # what is still being written has this before its name
-
-
+ASIDE = ".unfinished-"  # prefix of the names of unfinished files and folders
 MANIFEST = "manifest.json"
-
-
 LOCK = ".lock"
 
 
 @dataclass
 class Checkpoint:
+    """What a checkpoint holds."""
+
     tensors: dict[str, dict[str, Tensor]]  # by file: "policy", "critic", "explorer_critic"
-    state: dict  # JSON
+    state: dict  # JSON; its "updates" are A's updates so far
+
+
+# --- safe writing -------------------------------------------------------------------------------------------
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold this file's content, or this folder's list of names."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,7 +55,7 @@ def _flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file whole: a reader finds the old text or the new, never half."""
+    """Replace a file in one step: a reader finds the old text or the new one, never a part."""
     aside = path.with_name(ASIDE + path.name)
     aside.write_text(text)
     _flush(aside)
@@ -57,7 +64,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
-    """Have `fill` write into a folder aside, then give it its name; a folder of that name is replaced."""
+    """Let `fill` write into an unfinished folder, then rename it to `path`, replacing an older one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside, old = path.with_name(ASIDE + path.name), path.with_name(f"{ASIDE}old-{path.name}")
     for leftover in (aside, old):
@@ -75,44 +82,56 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a killed process left unfinished."""
+    """Remove the unfinished files and folders that a killed process left."""
     for leftover in [*folder.glob(ASIDE + "*"), *folder.glob(f"checkpoints/{ASIDE}*")]:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def lock(folder: Path):
-    """Keep other processes out of the folder while the returned file is open, however this process ends.
+    """Return an open file that keeps other processes out of the folder until it is closed.
 
-    Raises BlockingIOError if another one is in it.
+    The system closes it however this process ends. Raises ValueError if another process is in the folder.
     """
     file = open(folder / LOCK, "w")  # noqa: SIM115
     try:
         import fcntl
-    except ImportError:  # not a Unix: no lock
+    except ImportError:  # not a Unix system: there is no lock
         return file
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise
+        raise ValueError("another process works in it; wait for it, or stop it") from None
     return file
 
 
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as handle:
+        digest = hashlib.sha256()
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def updates_of(path: Path) -> int:
-    """A's updates so far, from a checkpoint's name."""
+    """Return A's updates so far, read from a checkpoint's name."""
     return int(path.name.removeprefix("update_"))
 
 
 def listed(folder: Path) -> list[Path]:
-    """The run's checkpoints, oldest first."""
-    named = [
-        path for path in folder.glob("checkpoints/update_*") if path.name.removeprefix("update_").isdigit()
-    ]
-    return sorted(named, key=updates_of)
+    """Return the run's checkpoints, oldest first."""
+    paths = folder.glob("checkpoints/update_*")
+    return sorted((path for path in paths if path.name.removeprefix("update_").isdigit()), key=updates_of)
 
 
 def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write it as the run's newest and remove all but the newest `keep`. OSError if the disk is full."""
+    """Write the run's newest checkpoint and remove all but the newest `keep`.
+
+    Raises OSError (ENOSPC) if the disk is full.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -127,7 +146,7 @@ def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path
             plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
             try:
                 save_file(plain, aside / f"{name}.safetensors")
-            except SafetensorError as error:  # how a full disk looks from here
+            except SafetensorError as error:  # a full disk raises this
                 raise OSError(errno.ENOSPC, str(error), str(path)) from error
         (aside / "state.json").write_text(json.dumps(checkpoint.state))
         sums = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
@@ -140,19 +159,20 @@ def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path
 
 
 def remove(path: Path) -> None:
-    """Take its name away first: what still bears it is whole."""
+    """Remove a checkpoint. It is renamed first, so that a folder with its name is always complete."""
     aside = path.with_name(f"{ASIDE}old-{path.name}")
     os.rename(path, aside)
     shutil.rmtree(aside)
 
 
 def _sums(path: Path) -> dict[str, str]:
+    """Return the sha256 of every file, as the manifest says."""
     sums = dict(json.loads((path / MANIFEST).read_text())["sha256"])
     return {"state.json": sums["state.json"], **sums}
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the checkpoint, naming it and the file at fault; None if it is what was written."""
+    """Name the damaged checkpoint and its first damaged file; return None if all is as it was written."""
     try:
         sums = _sums(path)
     except (OSError, ValueError, KeyError, TypeError):
@@ -166,7 +186,7 @@ def damage(path: Path) -> str | None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Raises ValueError, naming the checkpoint and the file at fault, if it is damaged."""
+    """Read a checkpoint. Raises ValueError, which names the damaged file, if it is damaged."""
     from safetensors.torch import load_file
 
     if fault := damage(path):
@@ -176,16 +196,11 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(tensors, json.loads((path / "state.json").read_text()))
 
 
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as handle:
-        digest = hashlib.sha256()
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+# --- choosing a folder and a checkpoint ---------------------------------------------------------------------
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raise ValueError unless the folder is absent or empty.
+    """Raise ValueError unless the folder is missing or empty.
 
     Files that an earlier start left before it wrote config.json do not count.
     """
@@ -203,16 +218,21 @@ def check_new_folder(folder: Path) -> None:
 def choose(folder: Path, name: str | None = None) -> Path | None:
     """Return the run's checkpoint of that name (default: the newest), or None if the run has none yet.
 
-    Raises ValueError if there is none of that name, or if it is damaged.
+    Raises ValueError if there is none of that name, if it is damaged, or if an older version wrote the run.
     """
     paths = listed(folder)
+    if not paths and (old := sorted(folder.glob("checkpoints/step_*"))):
+        raise ValueError(
+            f"its checkpoints ({old[-1].name}) were written by an older version and cannot be read; start a "
+            "new run; its policy/ can be given as --model and its reward_model/ as --reward_model"
+        )
     chosen = paths[-1] if paths else None
     if name:
         chosen = next((path for path in paths if path.name == name), None)
         if chosen is None:
             names = ", ".join(path.name for path in paths) or "none"
             raise ValueError(f"has no checkpoint {name}; there are: {names}")
-    fault = chosen and damage(chosen)
+    fault = damage(chosen) if chosen else None
     if not fault:
         return chosen
     whole = [path.name for path in paths[: paths.index(chosen)] if not damage(path)]

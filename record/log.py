@@ -1,4 +1,16 @@
-"""A run's log: metrics.jsonl, transcripts.jsonl and other listeners."""
+"""The log of a run: metrics.jsonl, transcripts.jsonl, TensorBoard, Weights & Biases; and run.json.
+
+metrics.jsonl has one line per event. Its "agent" is one of:
+
+    policy      an update of agent A
+    explorer    an update of agent B
+    buffer      the episodes that B played into the replay buffer
+    evaluation  a panel of held-out games
+
+"update" counts A's updates; B's are counted by "explorer_update". "environment_episodes" and
+"environment_turns" count the training episodes of both agents; panels do not count. Keys that begin with
+"seconds" are times. docs/METRICS.md defines every key.
+"""
 
 from __future__ import annotations
 
@@ -7,53 +19,65 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
+from record import checkpoint
+
+PACKAGES = ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors")  # versions in run.json
+
+Listener = Callable[[dict], None]  # called with every line of metrics.jsonl
 
 
 class Log:
-    """metrics.jsonl and transcripts.jsonl of a run folder, and whoever else wants to hear of them.
+    """Appends to metrics.jsonl and transcripts.jsonl of a run folder, and calls the listeners.
 
-    The files only grow. `sizes` flushes them to the disk and says how long they are; a Log made with these
-    sizes first cuts off what came later: the lines of a loop that was not finished. `lines` is all that was
-    written so far.
+    `lines` holds every line of metrics.jsonl so far, those of earlier starts of the run included.
     """
 
     FILES = ("metrics.jsonl", "transcripts.jsonl")
 
     def __init__(self, folder: Path, sizes: dict[str, int] | None = None):
-        self.folder, self.listeners = folder, []
+        """Open the files and truncate them to `sizes`, the lengths at a checkpoint; by default to nothing.
+
+        This removes the lines of a loop that was not finished. Raises ValueError if a file is shorter.
+        """
+        self.folder = folder
+        self.listeners: list[Listener] = []
         for name in self.FILES:
-            (folder / name).touch()
-            length, there = (sizes or {}).get(name, 0), (folder / name).stat().st_size
-            if there < length:
-                raise ValueError(f"{folder / name} has {there} bytes where the checkpoint saw {length}")
-            os.truncate(folder / name, length)
+            path = folder / name
+            path.touch()
+            length, present = (sizes or {}).get(name, 0), path.stat().st_size
+            if present < length:
+                raise ValueError(f"{path} has {present} bytes where the checkpoint saw {length}")
+            os.truncate(path, length)
         self.lines = read_lines(folder / "metrics.jsonl")
         self._files = {name: open(folder / name, "a") for name in self.FILES}  # noqa: SIM115
 
     def write(self, line: dict) -> None:
-        """One event, for metrics.jsonl and all listeners."""
+        """Append a line to metrics.jsonl and pass it to the listeners."""
         self.lines.append(line)
         self._append("metrics.jsonl", line)
         for listener in self.listeners:
             listener(line)
 
-    def write_transcript(self, record: dict) -> None:
-        self._append("transcripts.jsonl", record)
+    def write_transcript(self, episode: dict) -> None:
+        """Append an episode to transcripts.jsonl."""
+        self._append("transcripts.jsonl", episode)
 
     def _append(self, name: str, record: dict) -> None:
         self._files[name].write(json.dumps(record) + "\n")
         self._files[name].flush()
 
     def sizes(self) -> dict[str, int]:
+        """Flush the files to the disk and return their lengths in bytes."""
         for file in self._files.values():
             os.fsync(file.fileno())
         return {name: (self.folder / name).stat().st_size for name in self.FILES}
 
     def of(self, agent: str) -> list[dict]:
+        """Return the lines of one agent."""
         return [line for line in self.lines if line["agent"] == agent]
 
     def close(self) -> None:
@@ -62,7 +86,10 @@ class Log:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The records of a log. A last line without its end, of a run that was killed or goes on, is none."""
+    """Read a log. An unfinished last line is skipped: the run may be writing it, or was killed in it.
+
+    Raises ValueError if another line is damaged.
+    """
     *lines, _ = path.read_text().split("\n")
     try:
         return [json.loads(line) for line in lines]
@@ -70,17 +97,37 @@ def read_lines(path: Path) -> list[dict]:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def _numbers(line: dict) -> dict[str, float]:
-    """The numbers of a line as agent/name, those of the task types as agent/success/type; a panel's after its
-    split."""
-    about = "/".join(filter(None, (line["agent"], line.get("split"))))
-    named = {f"{about}/{key}": value for key, value in line.items() if isinstance(value, (int, float))}
-    by_type = line.get("by_type", {})
-    return named | {f"{about}/success/{kind}": result["success"] for kind, result in by_type.items()}
+def open_log(folder: Path, state: dict) -> Log:
+    """Open the log, truncated to its length at this checkpoint, and delete later checkpoints.
+
+    `state` is the checkpoint's; an empty one stands for a new run. Raises ValueError if a file is shorter.
+    """
+    if state:
+        for path in checkpoint.listed(folder):
+            if checkpoint.updates_of(path) > state["updates"]:
+                checkpoint.remove(path)
+    return Log(folder, state.get("sizes"))
 
 
-def tensorboard_listener(folder: Path, past: list[dict]):
-    """A listener that writes <folder>/tensorboard, over each agent's updates; the past is written anew."""
+# --- listeners ----------------------------------------------------------------------------------------------
+
+
+def numbers_of(line: dict) -> dict[str, float]:
+    """Return the numbers of a line by name: agent/key, evaluation/split/key and .../success/task type."""
+    prefix = line["agent"]
+    if "split" in line:
+        prefix += f"/{line['split']}"
+    numbers = {f"{prefix}/{key}": value for key, value in line.items() if isinstance(value, (int, float))}
+    for task_type, result in line.get("by_type", {}).items():
+        numbers[f"{prefix}/success/{task_type}"] = result["success"]
+    return numbers
+
+
+def tensorboard_listener(folder: Path, past: list[dict]) -> Listener:
+    """Return a listener that writes <folder>/tensorboard. It starts anew and first writes the past lines.
+
+    The x axis of every curve is the number of updates of its own agent.
+    """
     import shutil
 
     from torch.utils.tensorboard import SummaryWriter
@@ -89,10 +136,9 @@ def tensorboard_listener(folder: Path, past: list[dict]):
     writer = SummaryWriter(folder / "tensorboard")
 
     def listen(line: dict) -> None:
-        for name, value in _numbers(line).items():
-            writer.add_scalar(
-                name, value, line["explorer_update" if line["agent"] == "explorer" else "update"]
-            )
+        updates = line["explorer_update" if line["agent"] == "explorer" else "update"]
+        for name, value in numbers_of(line).items():
+            writer.add_scalar(name, value, updates)
         writer.flush()
 
     for line in past:
@@ -100,25 +146,44 @@ def tensorboard_listener(folder: Path, past: list[dict]):
     return listen
 
 
-def wandb_listener(project: str, folder: Path, config: dict):
-    """A listener that logs to Weights & Biases; every metric is drawn over the updates of its own agent."""
+def wandb_listener(project: str, folder: Path, config: dict) -> Listener:
+    """Return a listener that logs to a Weights & Biases project. A resumed run continues its curves.
+
+    The x axis of every curve is the number of updates of its own agent.
+    """
     import wandb
 
     run = wandb.init(
         project=project, name=folder.name, id=folder.name, dir=folder, resume="allow", config=config
     )
-    for agent, axis in (("policy", "update"), ("explorer", "explorer_update")):
-        run.define_metric(f"{agent}/*", step_metric=f"{agent}/{axis}")
+    run.define_metric("policy/*", step_metric="policy/update")
+    run.define_metric("explorer/*", step_metric="explorer/explorer_update")
     run.define_metric("buffer/*", step_metric="buffer/update")
     for split in config["eval_splits"]:
         run.define_metric(f"evaluation/{split}/*", step_metric=f"evaluation/{split}/update")
-    return lambda line: run.log(_numbers(line))
+    return lambda line: run.log(numbers_of(line))
 
 
-def how_and_where(argv: list[str], threads: int) -> dict:
-    """For run.json: the command, when, with which versions of what, on which machine."""
+# --- run.json -----------------------------------------------------------------------------------------------
+
+
+def write_run_facts(folder: Path, argv: list[str], threads: int, ranks: int) -> None:
+    """Write run.json. When the run is resumed, add an entry to its list "resumed"."""
+    path = folder / "run.json"
+    facts = {**run_facts(argv, threads), "ranks": ranks}
+    if path.exists():
+        first = json.loads(path.read_text())
+        first.setdefault("resumed", []).append(facts)
+        facts = first
+    checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
+
+
+def run_facts(argv: list[str], threads: int) -> dict:
+    """Return the command line, the time, the versions, the commit and the machine."""
+    import torch  # not needed to read a log
+
     versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors"):
+    for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -128,17 +193,19 @@ def how_and_where(argv: list[str], threads: int) -> dict:
         "argv": argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions,
-        "commit": commit(),
+        "commit": git_commit(),
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {threads} torch threads, {gpu}",
     }
 
 
-def commit() -> str | None:
-    """Of this code, if it lies in a git repository; with a + if files differ from it."""
+def git_commit() -> str | None:
+    """Return the git commit of this code, with a + if tracked files differ from it; None without git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         return None
-    return head.stdout.strip() + "+" * bool(changed.stdout) if head.returncode == 0 else None
+    if head.returncode != 0:  # not a repository
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout else "")

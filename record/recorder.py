@@ -1,4 +1,4 @@
-"""What stands between `rspo.train` and the run folder: times, log lines, panels, checkpoints."""
+"""The recorder between `rspo.train` and the run folder; panels, printed lines and the summary of a run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,42 @@ from record.metrics import episode_metrics, panel, progress, start_and_end
 from rollout import World
 from scale import distributed
 
+# --- lines for people ---------------------------------------------------------------------------------------
 
-def say(text: str) -> None:
-    """A line for people, that leaves the progress bar whole."""
+
+def print_line(text: str) -> None:
+    """Print on rank 0, above the progress bar."""
     if distributed.rank() == 0:
         tqdm.write(text)
 
 
-def warn_of_crashes(episodes: list[Trajectory], what: str) -> None:
+def warn_of_crashes(episodes: list[Trajectory], kind: str) -> None:
+    """Print how many of the episodes (of this kind, a plural) have crashed, if any."""
     if crashed := sum(episode.stop_reason is StopReason.CRASHED for episode in episodes):
-        say(f"warning: in {crashed:,} of {len(episodes):,} {what} the environment crashed")
+        print_line(f"warning: in {crashed:,} of {len(episodes):,} {kind} the environment crashed")
 
 
-def bar(total: int, what: str, **more) -> tqdm:
-    """A progress bar; where nobody watches, a line now and then."""
-    pause = 0.1 if sys.stderr.isatty() else 30.0
-    more |= {"dynamic_ncols": True, "mininterval": pause, "disable": distributed.rank() > 0}
-    return tqdm(total=total, desc=what, unit="update", **more)
+def progress_bar(total: int, label: str, **more) -> tqdm:
+    """Return a progress bar of rank 0, counted in updates. Without a terminal it prints now and then."""
+    seconds = 0.1 if sys.stderr.isatty() else 30.0
+    more |= {"dynamic_ncols": True, "mininterval": seconds, "disable": distributed.rank() > 0}
+    return tqdm(total=total, desc=label, unit="update", **more)
+
+
+def advance(bar: tqdm, **values: float) -> None:
+    """Move the bar by one update and show the values."""
+    bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()}, refresh=False)
+    bar.update()
+
+
+# --- the recorder -------------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """Between rspo.train and what it calls: times, logs and shows it, evaluates A, saves checkpoints.
+    """Plays and scores for `rspo.train`, measures the times, logs, evaluates A and saves checkpoints.
 
-    Ranks other than 0 have no log, and write nothing.
+    It stands in for the world (`collect`) and for the dense reward (`score`). Only rank 0 has a log; the
+    other ranks write nothing.
     """
 
     def __init__(
@@ -55,91 +68,101 @@ class Recorder:
         log: Log | None,
         started: float,
     ):
+        """`dense_reward` is None if the method needs none. `started` is the run's time 0 (perf_counter)."""
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
         self.bar: tqdm | None = None
-        self.phases: dict[str, float] = defaultdict(float)
-        self.told: set[tuple] = set()  # (agent, loop) that have a transcript
+        self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
+        self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose transcripts are written
 
     def timed(self, phase: str, call: Callable):
+        """Return call() and add its time to the next line's seconds_<phase>."""
         started = time.perf_counter()
         result = call()
-        self.phases[f"seconds_{phase}"] += time.perf_counter() - started
+        self.seconds[f"seconds_{phase}"] += time.perf_counter() - started
         return result
 
     def collect(self, agent, tasks: int) -> list[Group]:
+        """Play the next tasks (`World.collect`)."""
         return self.timed("rollout", lambda: self.world.collect(agent, tasks))
 
     def score(self, groups: list[Group], **noise) -> None:
+        """Set the dense scores (`DenseReward.score`)."""
         self.timed("score", lambda: self.dense_reward.score(groups, **noise))
 
-    def write(self, agent: str, update: int, loop: int, values: dict) -> dict:
-        line = {"agent": agent, "update": update, "loop": loop}
+    def write(self, agent: str, updates: int, loop: int, values: dict) -> dict:
+        """Log one line and return it."""
+        line = {"agent": agent, "update": updates, "loop": loop}
         if agent == "explorer":
             line["explorer_update"] = len(self.log.of("explorer")) + 1
         line |= {"environment_episodes": self.world.episodes, "environment_turns": self.world.turns}
-        line |= {**values, **self.phases, "seconds_elapsed": time.perf_counter() - self.started}
-        self.phases.clear()
+        line |= {**values, **self.seconds, "seconds_elapsed": time.perf_counter() - self.started}
+        self.seconds.clear()
         self.log.write(line)
         return line
 
-    def log_update(self, agent: str, groups: list[Group], metrics: dict, step: int) -> None:
-        """rspo.train's `log`."""
+    def log_update(self, agent: str, groups: list[Group], metrics: dict, updates: int) -> None:
+        """Log an update of A or B, or what B played into the buffer. `updates` counts A's (rspo.train)."""
         if self.log is None:
             return
-        loop = (step - (agent == "policy")) // self.args.k + 1
+        loop = (updates - (agent == "policy")) // self.args.k + 1
         rewards = {
             "policy": self.args.policy_reward,
             "explorer": self.args.explorer_reward,
             "buffer": "outcome",
         }
-        line = self.write(agent, step, loop, {**episode_metrics(groups, rewards[agent]), **metrics})
-        if (agent, loop) not in self.told:
-            self.told.add((agent, loop))
+        line = self.write(agent, updates, loop, {**episode_metrics(groups, rewards[agent]), **metrics})
+        if (agent, loop) not in self.transcribed:
+            self.transcribed.add((agent, loop))
             episodes = [member for group in groups for member in group.trajectories]
-            self.transcribe(report.telling(episodes), agent, step)
-        if left_out := line.get("left_out_episodes"):
+            self.transcribe(report.one_of_each(episodes), agent, updates)
+        if left_out := line["left_out_episodes"]:
             crashed = line["crashed_episodes"]
-            say(f"update {step}: {left_out} episodes of {agent} were left out, {crashed} of them crashed")
-        if agent == "policy":
-            if self.args.off_policy_episodes and not line["replayed_episodes"]:
-                say(f"update {step}: the replay buffer is empty, so alpha is 0 for this update")
-            self.show(line)
+            print_line(
+                f"update {updates}: {left_out} episodes of {agent} were left out, {crashed} of them crashed"
+            )
+        if agent == "policy" and self.args.off_policy_episodes and not line["replayed_episodes"]:
+            print_line(f"update {updates}: the replay buffer is empty, so alpha is 0 for this update")
+        self.show(line)
 
     def show(self, line: dict) -> None:
-        dense = [past["dense_reward"] for past in self.log.lines if "dense_reward" in past]
-        shown = {"success": line["success"], "reward": dense[-1] if dense else line["outcome"]}
-        shown |= {"KL": line.get("kl_on", 0.0), "clip": line["clip_fraction_on"]}
-        self.bar.set_postfix({name: f"{value:.3f}" for name, value in shown.items()}, refresh=False)
-        self.bar.update()
+        """Show the phase of the loop, and after an update of A its metrics, in the progress bar."""
+        phases = {"explorer": "B explores", "buffer": "A learns", "policy": "A learns"}
+        phase = phases[line["agent"]]
+        self.bar.set_description(f"loop {line['loop']} ({phase}), updates of A", refresh=False)
+        if line["agent"] == "policy":
+            reward = "dense_reward" if "dense_reward" in line else "outcome"
+            values = {"success": line["success"], reward: line[reward]}
+            advance(self.bar, **values, KL=line.get("kl_on", 0.0), clipped=line["clip_fraction_on"])
 
-    def transcribe(self, episodes: list[Trajectory], agent: str, step: int) -> None:
+    def transcribe(self, episodes: list[Trajectory], agent: str, updates: int) -> None:
+        """Append the episodes to transcripts.jsonl."""
         for episode in episodes:
             self.log.write_transcript(
-                report.transcript(episode, self.policy.chat.decode, update=step, agent=agent)
+                report.transcript(episode, self.policy.chat.decode, update=updates, agent=agent)
             )
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, updates: int) -> None:
         """Play the panel of every split and log it."""
         for split in self.args.eval_splits:
-            call = functools.partial(play_panel, self.args, self.world, self.policy, split)
-            played, panel = self.timed("eval", call)
+            play = functools.partial(play_panel, self.args, self.world, self.policy, split)
+            episodes, results = self.timed("eval", play)
             if self.log is None:
                 continue
-            by_type = {episode.task_type: episode for episode in reversed(played)}
-            self.transcribe(list(by_type.values()), "evaluation", step)
-            line = self.write("evaluation", step, step // self.args.k, panel)
-            say(f"update {step}: solves {line['success']:.1%} of {line['games']} games of {split}")
+            by_type = {episode.task_type: episode for episode in reversed(episodes)}  # the first of each type
+            self.transcribe(list(by_type.values()), "evaluation", updates)
+            line = self.write("evaluation", updates, updates // self.args.k, results)
+            print_line(f"update {updates}: solves {line['success']:.1%} of {line['games']} games of {split}")
 
-    def end_loop(self, step: int, replay: ReplayBuffer) -> None:
-        """rspo.train's `end_loop`."""
-        if step // self.args.eval_every > (step - self.args.k) // self.args.eval_every:
-            self.evaluate(step)
+    def end_loop(self, updates: int, replay: ReplayBuffer) -> None:
+        """Evaluate if that is due, and save a checkpoint. `rspo.train` calls it after every loop."""
+        if updates // self.args.eval_every > (updates - self.args.k) // self.args.eval_every:
+            self.evaluate(updates)
         distributed.check_alike(self.policy.parameters)
         if self.log is None:
             return
         state = {
-            "step": step,
+            "updates": updates,
             "world": self.world.state_dict(),
             "games": self.world.pool.env.fingerprint,
             "replay": replay.state_dict(),
@@ -147,31 +170,33 @@ class Recorder:
             "seconds": time.perf_counter() - self.started,
         }
         saved = checkpoint.Checkpoint(self.policy.state_dicts(), state)
-        checkpoint.write(self.folder, step, saved, self.args.keep_checkpoints)
+        checkpoint.write(self.folder, updates, saved, self.args.keep_checkpoints)
+
+
+# --- panels -------------------------------------------------------------------------------------------------
 
 
 def play_panel(args: Args, world: World, policy, split: str) -> tuple[list[Trajectory], dict]:
-    """A split's fixed panel, and what is reported of it."""
-    played = world.evaluate(
-        policy, split, min(args.eval_games, world.pool.env.size(split)), args.eval_temperature
-    )
-    warn_of_crashes(played, f"games of {split}")
-    about = {"split": split, "temperature": args.eval_temperature}
-    return played, {**about, **panel(played, world.task_types)}
+    """Play the fixed panel of a split. Return its episodes, and its results for the log."""
+    games = min(args.eval_games, world.pool.env.size(split))
+    episodes = world.evaluate(policy, split, games, args.eval_temperature)
+    warn_of_crashes(episodes, f"games of {split}")
+    results = {"split": split, "temperature": args.eval_temperature, **panel(episodes, world.task_types)}
+    return episodes, results
 
 
-def conclude(args: Args, folder: Path, log: Log, seconds: float) -> None:
-    """summary.json, curves.png, and a table of start and end for each split."""
+def conclude(args: Args, folder: Path, log: Log, seconds: float, draw_curves: Callable) -> None:
+    """Write summary.json and curves.png, and print a table of start and end for each split."""
     panels = start_and_end(log.lines)
-    end = log.of("evaluation")[-1]
+    newest = log.of("evaluation")[-1]
     summary = {
-        "splits": {split: progress(*both) for split, both in panels.items()},
+        "splits": {split: progress(start, end) for split, (start, end) in panels.items()},
         "seconds": seconds,
         "eval_temperature": args.eval_temperature,
         "updates": args.total_updates,
         "explorer_updates": len(log.of("explorer")),
-        "episodes": end["environment_episodes"],
-        "turns": end["environment_turns"],
+        "episodes": newest["environment_episodes"],
+        "turns": newest["environment_turns"],
         "method": args.method,
         "algo": args.algo,
         "seed": args.seed,
@@ -180,9 +205,9 @@ def conclude(args: Args, folder: Path, log: Log, seconds: float) -> None:
     }
     checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     title = report.title_of(vars(args))
-    report.draw_curves(log.lines, folder / "curves.png", title)
+    draw_curves(log.lines, folder / "curves.png", title)
     for split, (start, end) in panels.items():
         games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"
-        say(f"\nsuccess in % on {games}: {title}")
-        say(report.panel_table({"start": start, "end": end}))
-    say(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all of it: {folder}")
+        print_line(f"\nsuccess in % on {games}: {title}")
+        print_line(report.panel_table({"start": start, "end": end}))
+    print_line(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all files: {folder}")

@@ -1,61 +1,80 @@
-"""What a run tells: its log, the table of the evaluation panel, episodes as text, the curves.
+"""A run as a reader sees it: the table of its panels, its episodes as text, and its curves.
 
-metrics.jsonl holds a line per event, told apart by "agent": "policy" (an update of A), "explorer" (an update
-of B), "buffer" (what B collected for replay), "evaluation" (the held-out panel). "update" counts updates of A
-only, B's own are "explorer_update". "environment_episodes" and "environment_turns" count what was played in
-training so far, by B too, but not for the panel. Times are the keys that begin with "seconds".
-
-`python report.py RUN` prints a run's table and draws its curves again.
+`python -m record.report RUN` prints the tables and the newest episodes of a run and draws its curves again.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from buffer import Trajectory
 from record.log import read_lines
 from record.metrics import start_and_end
 
+# --- the table of panels ------------------------------------------------------------------------------------
+
 COSTS = {"updates": "update", "episodes": "environment_episodes", "seconds": "seconds_elapsed"}
 
 
 def panel_table(panels: dict[str, dict]) -> str:
-    """Success in percent: a line per panel, a column per task type that has games and one for all; the mean
-    outcome (the score) where it is another number; what it cost, if the panels are lines of the log."""
+    """Return success in percent as a table: a line per panel, a column per task type with games, and "all".
+
+    A column "score" is added if a mean outcome differs from its success. Two panels get a line of changes.
+    Panels that are lines of the log also get columns of what it cost to get there.
+    """
     first = next(iter(panels.values()))
     types = [task_type for task_type, result in first["by_type"].items() if result["games"]]
-    games = [str(first["by_type"][task_type]["games"]) for task_type in types] + [str(first["games"])]
-    shares = {
-        name: [result["by_type"][task_type]["success"] for task_type in types] + [result["success"]]
-        for name, result in panels.items()
-    }
-    lines = [["", *types, "all"], ["games", *games]]
-    if any(result["outcome"] != result["success"] for result in panels.values()):
-        lines[0].append("score")
-        lines[1].append("")
-        shares = {name: [*row, panels[name]["outcome"]] for name, row in shares.items()}
-    lines += [[name, *(f"{100 * share:.1f}" for share in row)] for name, row in shares.items()]
-    if len(shares) == 2:
+    header, games = ["", *types, "all"], ["games"]
+    games += [str(first["by_type"][task_type]["games"]) for task_type in types] + [str(first["games"])]
+    shares = {}
+    for name, panel in panels.items():
+        shares[name] = [panel["by_type"][task_type]["success"] for task_type in types] + [panel["success"]]
+    if any(panel["outcome"] != panel["success"] for panel in panels.values()):
+        header.append("score")
+        games.append("")
+        for name, panel in panels.items():
+            shares[name].append(panel["outcome"])
+    lines = [header, games] + [[name, *(f"{100 * share:.1f}" for share in shares[name])] for name in shares]
+    if len(panels) == 2:
         start, end = shares.values()
         lines.append(["change", *(f"{100 * (b - a):+.1f}" for a, b in zip(start, end, strict=True))])
-    costs = {column: key for column, key in COSTS.items() if key in first}
-    lines[0] += costs
-    for line in lines[1:]:
-        known = panels.get(line[0], {})
-        line += [f"{round(known[key]):,}" if key in known else "" for key in costs.values()]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(row)
-        ).rstrip()
-        for row in (zip(line, widths, strict=True) for line in lines)
-    )
+    for column, key in COSTS.items():
+        if key in first:
+            header.append(column)
+            for line in lines[1:]:
+                panel = panels.get(line[0], {})
+                line.append(f"{round(panel[key]):,}" if key in panel else "")
+    return align(lines)
 
 
-def transcript(trajectory: Trajectory, decode, **about) -> dict:
-    """A line of transcripts.jsonl. `decode` makes text of reply tokens; `about` says whose it is."""
+def align(lines: list[list[str]]) -> str:
+    """Join the cells of a table: the first column is flush left, the others flush right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    texts = []
+    for name, *cells in lines:
+        cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        texts.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(texts)
+
+
+# --- episodes -----------------------------------------------------------------------------------------------
+
+
+def transcript(trajectory: Trajectory, decode: Callable[[list[int]], str], **about) -> dict:
+    """Return an episode as a line of transcripts.jsonl. `decode` turns reply tokens into text."""
+    steps = [
+        {
+            "observation": step.observation,
+            "reply": decode(step.action_ids),
+            "action": step.action,
+            "valid": step.valid,
+            "dense_score": step.dense_score,
+        }
+        for step in trajectory.steps
+    ]
     return {
         **about,
         "task_id": trajectory.task_id,
@@ -64,133 +83,125 @@ def transcript(trajectory: Trajectory, decode, **about) -> dict:
         "outcome": trajectory.outcome,
         "success": trajectory.success,
         "stop_reason": trajectory.stop_reason.value,
-        "steps": [
-            {
-                "observation": step.observation,
-                "reply": decode(step.action_ids),
-                "action": step.action,
-                "valid": step.valid,
-                "dense_score": step.dense_score,
-            }
-            for step in trajectory.steps
-        ],
+        "steps": steps,
     }
 
 
-def telling(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """One solved and one unsolved episode, as far as there are any: the first of each."""
-    picked = {}
+def one_of_each(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Return the first solved and the first unsolved episode, as far as there are any."""
+    first = {}
     for trajectory in trajectories:
-        picked.setdefault(trajectory.success, trajectory)
-    return list(picked.values())
+        first.setdefault(trajectory.success, trajectory)
+    return list(first.values())
 
 
-def transcript_text(record: dict) -> str:
-    """An episode to read: what was seen, `> ` what was done, the step reward model's score."""
-    result = "solved" if record["success"] else f"not solved ({record['stop_reason']})"
-    lines = [f"{record['task']}  [{record['task_type']}, {record['task_id']}]: {result}"]
-    for step in record["steps"]:
+def transcript_text(episode: dict) -> str:
+    """Return a line of transcripts.jsonl as text: observations, "> " actions, and their dense scores."""
+    result = "solved" if episode["success"] else f"not solved ({episode['stop_reason']})"
+    lines = [f"{episode['task']}  [{episode['task_type']}, {episode['task_id']}]: {result}"]
+    for step in episode["steps"]:
         score = "" if step["dense_score"] is None else f"   [score {step['dense_score']:+.2f}]"
         action = step["action"] if step["valid"] else f"(invalid reply) {step['reply']!r}"
         lines += [f"  {step['observation']}", f"  > {action}{score}"]
     return "\n".join(lines)
 
 
+# --- curves -------------------------------------------------------------------------------------------------
+
+AGENTS = {"policy": ("A", "tab:blue"), "explorer": ("B", "tab:orange")}  # legend and colour
+
+PANELS = {  # y axis: log key of both agents, and of A's replayed tokens if they are drawn too
+    "dense reward of an episode": ("dense_reward", None),
+    "KL to the start": ("kl_on", "kl_off"),
+    "entropy per token": ("entropy_on", None),
+    "clipped tokens": ("clip_fraction_on", "clip_fraction_off"),
+}
+
+
 def title_of(config: dict) -> str:
     return "{method} + {algo} on {env}, seed {seed}".format(**config)
 
 
+def points(lines: list[dict], x: str, y: str, **wanted: str) -> tuple[list, list]:
+    """Return the values of x and y in the lines that have both and the wanted values (agent=..., split=...).
+
+    Over updates, agent B is drawn over its own.
+    """
+    if x == "update" and wanted["agent"] == "explorer":
+        x = "explorer_update"
+    lines = [line for line in lines if wanted.items() <= line.items() and x in line and y in line]
+    return [line[x] for line in lines], [line[y] for line in lines]
+
+
+def draw_success(ax, lines: list[dict], x: str) -> None:
+    """Draw the success of both agents in training, and of A on the held-out panels."""
+    for agent in ("explorer", "policy"):
+        name, color = AGENTS[agent]
+        values = points(lines, x, "success", agent=agent)
+        ax.plot(*values, color=color, lw=1, alpha=0.6, label=f"{name}, training games")
+    for split, marker in zip(start_and_end(lines), "os^v", strict=False):
+        values = points(lines, x, "success", agent="evaluation", split=split)
+        ax.plot(*values, f"{marker}-", color="black", label=f"A, held-out ({split})")
+    ax.set(ylabel="success", ylim=(0, 1))
+
+
+def draw_metric(ax, lines: list[dict], key: str, replayed: str | None) -> None:
+    """Draw a metric of both agents over updates, and of A's replayed tokens."""
+    curves = [(agent, key, name, color) for agent, (name, color) in AGENTS.items()]
+    if replayed:
+        curves.append(("policy", replayed, "A, replayed", "tab:green"))
+    for agent, y, name, color in curves:
+        updates, values = points(lines, "update", y, agent=agent)
+        if values:
+            ax.plot(updates, values, color=color, lw=1, label=name)
+    if ax.lines:
+        ax.legend(fontsize=8)
+
+
 def draw_curves(lines: list[dict], path: Path, title: str = "") -> None:
-    """Success over both costs, updates and environment episodes; dense reward, KL, entropy, clip fraction."""
+    """Draw six panels: success over updates and over environment episodes, and PANELS over updates."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    def points(agent: str, x: str, y: str) -> tuple[list, list]:
-        x = "explorer_update" if (agent, x) == ("explorer", "update") else x
-        agent, _, split = agent.partition(" ")
-        lines_of = [line for line in lines if line["agent"] == agent and split in ("", line.get("split"))]
-        with_both = [line for line in lines_of if x in line and y in line]
-        return [line[x] for line in with_both], [line[y] for line in with_both]
-
     figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    style = {"policy": {"color": "tab:blue", "lw": 1}, "explorer": {"color": "tab:orange", "lw": 1}}
-    names = {"policy": "A", "explorer": "B"}
-    success = axes[0, :2]
-    for ax, x, label in zip(
-        success,
-        ("update", "environment_episodes"),
-        ("updates (of A; of B)", "environment episodes"),
-        strict=True,
-    ):
-        for agent in ("explorer", "policy"):
-            ax.plot(
-                *points(agent, x, "success"),
-                **style[agent],
-                alpha=0.6,
-                label=f"{names[agent]}, training games",
-            )
-        for split, marker in zip(start_and_end(lines), "os^v", strict=False):
-            ax.plot(
-                *points(f"evaluation {split}", x, "success"),
-                f"{marker}-",
-                color="black",
-                label=f"A, held-out ({split})",
-            )
-        ax.set(xlabel=label, ylabel="success", ylim=(0, 1))
-    success[0].legend(loc="upper left", fontsize=8)
-    rest = [
-        (
-            axes[0, 2],
-            "dense reward of an episode",
-            [("policy", "dense_reward"), ("explorer", "dense_reward")],
-        ),
-        (axes[1, 0], "KL to the start", [("policy", "kl_on"), ("explorer", "kl_on"), ("policy", "kl_off")]),
-        (axes[1, 1], "entropy per token", [("policy", "entropy_on"), ("explorer", "entropy_on")]),
-        (
-            axes[1, 2],
-            "clipped tokens",
-            [
-                ("policy", "clip_fraction_on"),
-                ("explorer", "clip_fraction_on"),
-                ("policy", "clip_fraction_off"),
-            ],
-        ),
-    ]
-    for ax, label, curves in rest:
-        for agent, key in curves:
-            xs, ys = points(agent, "update", key)
-            replayed = key.endswith("_off")
-            what = {"lw": 1, "color": "tab:green"} if replayed else style[agent]
-            if xs:
-                ax.plot(xs, ys, **what, label=f"{names[agent]}, replayed" if replayed else names[agent])
-        ax.set(xlabel="updates (of A; of B)", ylabel=label)
-        if ax.lines:
-            ax.legend(fontsize=8)
+    over_updates, over_episodes, *others = axes.flat
+    draw_success(over_updates, lines, "update")
+    draw_success(over_episodes, lines, "environment_episodes")
+    over_updates.legend(loc="upper left", fontsize=8)
+    for ax, (label, keys) in zip(others, PANELS.items(), strict=True):
+        draw_metric(ax, lines, *keys)
+        ax.set(ylabel=label)
     for ax in axes.flat:
+        ax.set(xlabel="updates (of A; of B)")
         ax.grid(alpha=0.3)
+    over_episodes.set(xlabel="environment episodes")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
+# --- command line -------------------------------------------------------------------------------------------
+
+
 def main(folder: Path) -> None:
+    """Print the tables and the newest episodes of a run, and draw its curves."""
     lines = read_lines(folder / "metrics.jsonl")
     for split, (start, end) in start_and_end(lines).items():
         print(f"success in % on {split}\n{panel_table({'start': start, 'end': end})}\n")
     config = json.loads((folder / "config.json").read_text())
     draw_curves(lines, folder / "curves.png", title_of(config))
     print(f"\n{folder / 'curves.png'} drawn. The newest episodes of the panel:\n")
-    records = [r for r in read_lines(folder / "transcripts.jsonl") if r["agent"] == "evaluation"]
-    for record in records[-2:]:
-        print(transcript_text(record) + "\n")
+    episodes = [line for line in read_lines(folder / "transcripts.jsonl") if line["agent"] == "evaluation"]
+    for episode in episodes[-2:]:
+        print(transcript_text(episode) + "\n")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("error: give the folder of a run, for example python report.py runs/household-rspo-grpo-s0")
+        sys.exit("error: give a run folder: python -m record.report runs/household-rspo-grpo-s0")
     try:
         main(Path(sys.argv[1]))
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        sys.exit(f"error: {sys.argv[1]} is no folder of a run: {error}")
+        sys.exit(f"error: {sys.argv[1]} is not a run folder: {error}")

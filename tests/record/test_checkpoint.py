@@ -1,5 +1,6 @@
-"""Being killed, going on, and refusing what is damaged, on the toy world of demo/toy.py."""
+"""Whole runs of the toy world (demo/toy.py): checkpoints, kills, resumption, damaged files and endings."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -12,19 +13,21 @@ import pytest
 import torch
 
 import flags
+import rspo
 import train
 from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
-from record import checkpoint, report
+from record import checkpoint
+from record.log import Log, read_lines
+from scale.distributed import RankLost
+from scale.vllm_sampler import EngineError
 
-SMALL = {
-    **{"k": 2, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2},
-    **{"warm_start": 0, "eval_games": 4, "eval_every": 4, "threads": 1},
-}
-FLAGS = [f"--{name}={value}" for name, value in SMALL.items()]
+SMALL = {"k": 2, "tasks_per_update": 4, "group_size": 2, "off_policy_fraction": 0.25, "buffer_tasks": 2}
+SHORT = {"warm_start": 0, "eval_games": 4, "eval_every": 4, "threads": 1}
+FLAGS = [f"--{name}={value}" for name, value in (SMALL | SHORT).items()]
 
 
 class SavedToy(ToyPolicy):
-    """A toy policy with what checkpoints ask for: all its numbers, flat."""
+    """A toy policy with the methods that checkpoints need: all its numbers, flat."""
 
     def _numbers(self, agent):
         yield from (("weight", agent.table if hasattr(agent, "table") else agent.logits),)
@@ -54,56 +57,71 @@ class SavedToy(ToyPolicy):
         (folder / "weights.json").write_text(json.dumps(self.logits.tolist()))
 
 
-@pytest.fixture(autouse=True)
-def toy_pieces(monkeypatch):
-    def make_world(args, chat, seed):
-        return toy_world(args.episodes_per_task, args.context, seed=seed)
-
-    base = SimpleNamespace(chat=ToyChat(), device="cpu", changed=False)
-    monkeypatch.setattr(train, "load_start", lambda args, folder: base)
-    monkeypatch.setattr(train, "make_world", make_world)
-    monkeypatch.setattr(train, "make_policy", lambda args, base: SavedToy())
-    monkeypatch.setattr(train, "reward_model_of", lambda *_: CountingScorer())
-    monkeypatch.setattr(report, "commit", lambda: None)
-    monkeypatch.setattr(report, "draw_curves", lambda lines, path, title: None)
+TOY = train.Pieces(
+    load_start=lambda args, folder: SimpleNamespace(
+        chat=ToyChat(), device="cpu", changed=False, max_length=10**6
+    ),
+    make_world=lambda args, chat, seed: toy_world(args.episodes_per_task, args.context, seed=seed),
+    make_policy=lambda args, base: SavedToy(),
+    make_reward_model=lambda *_: CountingScorer(),
+    draw_curves=lambda lines, path, title: None,
+)
 
 
-def start(folder, steps, *more):
-    train.main([*FLAGS, "--total_updates", str(steps), "--out", str(folder), *more])
+def start(folder, updates, *more, pieces=TOY):
+    train.main([*FLAGS, "--total_updates", str(updates), "--out", str(folder), *more], pieces=pieces)
 
 
-def resume(folder, steps, *more):
-    train.main(["--resume", "--out", str(folder), "--total_updates", str(steps), *more])
+def resume(folder, updates, *more):
+    train.main(["--resume", "--out", str(folder), "--total_updates", str(updates), *more], pieces=TOY)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    start(folder, 4)
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished, tmp_path):
+    """A copy of the run folder of a finished run of four updates."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def story(folder):
-    """All that a run did, times left out: its log, its transcripts, its trained numbers."""
-    lines = report.read_lines(folder / "metrics.jsonl")
+    """Return all that a run did, except times: its log, transcripts, trained numbers and state."""
+    lines = read_lines(folder / "metrics.jsonl")
     lines = [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
     newest = checkpoint.read(checkpoint.listed(folder)[-1])
     tensors = {file: {key: t.tolist() for key, t in part.items()} for file, part in newest.tensors.items()}
     state = {key: value for key, value in newest.state.items() if key not in ("seconds", "sizes")}
-    return lines, report.read_lines(folder / "transcripts.jsonl"), tensors, state
+    return lines, read_lines(folder / "transcripts.jsonl"), tensors, state
+
+
+# --- resuming -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ("--method", "rspo"),
-        ("--method", "rspo", "--algo", "ppo"),
-        ("--method", "rspo_h", "--algo", "gigpo"),
-        ("--method", "rspo", "--replay_unit", "group", "--replay_strategy", "random", "--context", "full"),
-        ("--method", "dense", "--reward_noise", "0.3"),
+        "--method rspo",
+        "--method rspo --algo ppo",
+        "--method rspo_h --algo gigpo",
+        "--method rspo --replay_unit group --replay_strategy random --context full",
+        "--method dense --reward_noise 0.3",
     ],
 )
-def test_four_loops_are_two_loops_a_resumption_and_two_more(tmp_path, options):
-    start(tmp_path / "straight", 8, *options)
-    start(tmp_path / "parts", 4, *options)
+def test_two_loops_and_two_resumed_loops_equal_four_loops(tmp_path, options):
+    start(tmp_path / "straight", 8, *options.split())
+    start(tmp_path / "parts", 4, *options.split())
     resume(tmp_path / "parts", 8)
     assert story(tmp_path / "parts") == story(tmp_path / "straight")
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("parts", "straight")]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
     assert json.loads((tmp_path / "parts/config.json").read_text())["total_updates"] == 8
+    resumed = json.loads((tmp_path / "parts/run.json").read_text())["resumed"]
+    assert [entry["argv"][0] for entry in resumed] == ["--resume"]
 
 
 class Killed(BaseException):
@@ -111,7 +129,7 @@ class Killed(BaseException):
 
 
 def kill_at(monkeypatch, moment):
-    """Die at that file operation, counted from now; text is then half written. Returns the counter."""
+    """Raise Killed at that file operation, counted from now, with text half written. Return the counter."""
     counter = itertools.count()
 
     def deadly(call, dying=lambda *args: None):
@@ -123,9 +141,9 @@ def kill_at(monkeypatch, moment):
 
         return maybe
 
-    def half_a_line(log, name, record):
-        log._files[name].write(json.dumps(record)[:40])
-        log._files[name].flush()
+    def half_a_line(log, line):
+        with open(log.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(line)[:40])
 
     def half_a_text(path, text, *_):
         with open(path, "w") as file:
@@ -134,43 +152,43 @@ def kill_at(monkeypatch, moment):
     for name in ("fsync", "rename", "replace", "unlink"):
         monkeypatch.setattr(os, name, deadly(getattr(os, name)))
     monkeypatch.setattr(Path, "write_text", deadly(Path.write_text, half_a_text))
-    monkeypatch.setattr(report.Log, "_append", deadly(report.Log._append, half_a_line))
+    monkeypatch.setattr(Log, "write", deadly(Log.write, half_a_line))
     return counter
 
 
-def go_on(folder, steps, *more):
-    """What a person would type: --resume if there is a run, else the same command again."""
+def start_or_resume(folder, updates, *more):
+    """Resume the run if there is one, else start it with the same command again."""
     if (folder / "config.json").exists():
-        resume(folder, steps)
+        resume(folder, updates)
     else:
-        start(folder, steps, *more)
+        start(folder, updates, *more)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_run_killed_anywhere_and_again_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch, seed):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+def test_a_run_that_is_killed_four_times_equals_a_straight_one(tmp_path, monkeypatch, seed):
     algo = ("--algo", ["grpo", "ppo"][seed % 2])
     with monkeypatch.context() as patch:
         counter = kill_at(patch, -1)
         start(tmp_path / "straight", 6, *algo)
     moments = next(counter)
-    assert moments > 60  # there is something to be killed in
+    assert moments > 60
     rng, folder = random.Random(seed), tmp_path / "killed"
     for _ in range(4):
         with monkeypatch.context() as patch:
             kill_at(patch, rng.randrange(moments))
             try:
-                go_on(folder, 6, *algo)
+                start_or_resume(folder, 6, *algo)
             except Killed:
                 continue
-    go_on(folder, 6, *algo)
+    start_or_resume(folder, 6, *algo)
     assert story(folder) == story(tmp_path / "straight")
     names = [path.name for path in folder.rglob("*")]
     assert not [name for name in names if name.startswith(checkpoint.ASIDE)]
 
 
-def test_every_moment_of_one_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch):
-    one = checkpoint.Checkpoint({"policy": {"w": torch.ones(3)}}, {"step": 1})
-    two = checkpoint.Checkpoint({"policy": {"w": torch.zeros(3)}}, {"step": 2})
+def test_a_kill_at_any_moment_of_writing_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    one = checkpoint.Checkpoint({"policy": {"w": torch.ones(3)}}, {"updates": 1})
+    two = checkpoint.Checkpoint({"policy": {"w": torch.zeros(3)}}, {"updates": 2})
     for moment in range(100):
         folder = tmp_path / str(moment)
         folder.mkdir()
@@ -182,27 +200,27 @@ def test_every_moment_of_one_checkpoint_leaves_a_whole_one(tmp_path, monkeypatch
             except Killed:
                 pass
             else:
-                assert next(counter) == moment  # it was not interrupted: all moments have been tried
+                assert next(counter) == moment  # not interrupted: all moments have been tried
                 break
         checkpoint.sweep(folder)
         newest = checkpoint.listed(folder)[-1]
         assert checkpoint.damage(newest) is None
-        assert checkpoint.read(newest).state["step"] in (1, 2)
+        assert checkpoint.read(newest).state["updates"] in (1, 2)
     assert moment > 8
 
 
-def test_the_newest_checkpoints_are_kept_and_none_holds_a_pickle(tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_no_file_is_a_pickle(tmp_path):
     start(tmp_path, 8, "--keep_checkpoints", "3", "--algo", "ppo")
-    assert [path.name for path in checkpoint.listed(tmp_path)] == [
-        "update_000004",
-        "update_000006",
-        "update_000008",
-    ]
+    names = [path.name for path in checkpoint.listed(tmp_path)]
+    assert names == ["update_000004", "update_000006", "update_000008"]
     files = sorted(path.name for path in checkpoint.listed(tmp_path)[-1].iterdir())
     models = ["critic.safetensors", "explorer_critic.safetensors", "policy.safetensors"]
     assert files == sorted([*models, "manifest.json", "state.json"])
     suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
     assert suffixes <= {"", ".json", ".jsonl", ".safetensors"}
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
 
 
 def flip_a_byte(path):
@@ -213,69 +231,78 @@ def flip_a_byte(path):
 
 def refused(*argv):
     with pytest.raises(flags.UsageError) as caught:
-        flags.prepare(list(argv))
+        train.read_flags(list(argv))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["policy.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_offered(tmp_path, name):
-    start(tmp_path, 6)
-    straight = story(tmp_path)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_is_offered(run_folder, name):
+    straight = story(run_folder)
     if name == "manifest.json":
-        (tmp_path / "checkpoints/update_000006" / name).write_text("{")
+        (run_folder / "checkpoints/update_000004" / name).write_text("{")
     else:
-        flip_a_byte(tmp_path / "checkpoints/update_000006" / name)
-    message = refused("--resume", "--out", str(tmp_path))
-    assert "update_000006 is damaged" in message and name in message
-    assert message.endswith("--resume --resume_from update_000004 continues from the one before it")
-    resume(tmp_path, 6, "--resume_from", "update_000004")
-    assert story(tmp_path) == straight
+        flip_a_byte(run_folder / "checkpoints/update_000004" / name)
+    message = refused("--resume", "--out", str(run_folder))
+    assert "update_000004 is damaged" in message and name in message
+    assert message.endswith("--resume --resume_from update_000002 continues from the one before it")
+    resume(run_folder, 4, "--resume_from", "update_000002")
+    assert story(run_folder) == straight
 
 
-def test_with_no_whole_checkpoint_left_the_remedy_is_a_new_run(tmp_path):
-    start(tmp_path, 4)
-    for path in checkpoint.listed(tmp_path):
+def test_without_a_complete_checkpoint_the_remedy_is_a_new_run(run_folder):
+    for path in checkpoint.listed(run_folder):
         (path / "policy.safetensors").unlink()
-    assert refused("--resume", "--out", str(tmp_path)).endswith(
+    assert refused("--resume", "--out", str(run_folder)).endswith(
         "checkpoint update_000004 is damaged (policy.safetensors is missing); "
         "no whole one is left before it: start a new run"
     )
 
 
-def test_a_resumed_run_may_become_longer_and_not_another(tmp_path):
-    start(tmp_path, 4)
-    here = ["--resume", "--out", str(tmp_path)]
+def test_checkpoints_of_an_older_version_are_refused(run_folder):
+    for path in checkpoint.listed(run_folder):
+        path.rename(path.with_name(path.name.replace("update", "step")))
+    for mode in ("--resume", "--eval_only"):
+        assert refused(mode, "--out", str(run_folder)) == (
+            f"--out {run_folder}: its checkpoints (step_000004) were written by an older version and cannot "
+            "be read; start a new run; its policy/ can be given as --model and its reward_model/ as "
+            "--reward_model"
+        )
+
+
+def test_a_resumed_run_may_become_longer_and_not_another(run_folder):
+    here = ["--resume", "--out", str(run_folder)]
     assert refused(*here, "--group_size", "4").startswith(
-        f"--group_size 4: the run in {tmp_path} has 2; leave it out"
+        f"--group_size 4: the run in {run_folder} has 2; leave it out"
     )
     assert refused(*here, "--learning_rate", "0.1").startswith("--learning_rate 0.1: the run in")
     assert refused(*here, "--total_updates", "2") == (
         "--total_updates 2: update_000004 has had 4 updates; give 4 or more"
     )
     assert "there are: update_000002, update_000004" in refused(*here, "--resume_from", "update_000003")
-    args, newest = flags.prepare([*here, "--total_updates", "6", "--threads", "2", "--group_size", "2"])
+    args, newest = train.read_flags([*here, "--total_updates", "6", "--threads", "2", "--group_size", "2"])
     assert (args.total_updates, args.threads, newest.name) == (6, 2, "update_000004")
 
 
-def test_a_log_that_lost_lines_is_not_continued(tmp_path, capsys):
-    start(tmp_path, 4)
-    os.truncate(tmp_path / "metrics.jsonl", 100)
+def test_a_log_that_lost_lines_is_not_continued(run_folder, capsys):
+    os.truncate(run_folder / "metrics.jsonl", 100)
     with pytest.raises(SystemExit) as exit:
-        resume(tmp_path, 6)
+        resume(run_folder, 6)
     assert exit.value.code == 2
     assert "metrics.jsonl has 100 bytes where the checkpoint saw" in capsys.readouterr().err
 
 
-def test_two_processes_do_not_work_in_one_folder(tmp_path, capsys):
-    start(tmp_path, 4)
-    with checkpoint.lock(tmp_path), pytest.raises(SystemExit) as exit:
-        resume(tmp_path, 6)
+def test_two_processes_do_not_work_in_one_folder(run_folder, capsys):
+    with checkpoint.lock(run_folder), pytest.raises(SystemExit) as exit:
+        resume(run_folder, 6)
     assert exit.value.code == 2
-    assert f"--out {tmp_path}: another process works in it" in capsys.readouterr().err
-    resume(tmp_path, 6)
+    assert f"--out {run_folder}: another process works in it" in capsys.readouterr().err
+    resume(run_folder, 6)
 
 
-def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path, monkeypatch, capsys):
+# --- endings ------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_the_run_with_a_message_and_the_run_can_be_resumed(tmp_path, monkeypatch, capsys):
     start(tmp_path / "straight", 6)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
         usage = [10**9, 10**9, 0, 0]  # room at the first checkpoint, none after it
@@ -283,39 +310,80 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path, monkeypatch, ca
         start(tmp_path / "full", 6)
     assert exit.value.code == 1
     said = capsys.readouterr().err
-    assert "No space left on device" in said and f"python train.py --resume --out {tmp_path / 'full'}" in said
+    command = f"python train.py --resume --out {tmp_path / 'full'}"
+    assert "No space left on device" in said and f"free some disk space; resume with: {command}\n" in said
     resume(tmp_path / "full", 6)
     assert story(tmp_path / "full") == story(tmp_path / "straight")
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_prints_the_command_that_resumes_the_run(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
-        written = train.checkpoint.write
+        written = checkpoint.write
 
-        def interrupted(folder, step, *rest):
-            if step == 4:
+        def interrupted(folder, updates, *rest):
+            if updates == 4:
                 raise KeyboardInterrupt
-            return written(folder, step, *rest)
+            return written(folder, updates, *rest)
 
-        patch.setattr(train.checkpoint, "write", interrupted)
-        start(tmp_path, 6)
+        patch.setattr(checkpoint, "write", interrupted)
+        start(tmp_path / "a run", 6)
     assert exit.value.code == 130
-    assert f"goes on with: python train.py --resume --out {tmp_path}" in capsys.readouterr().err
-    resume(tmp_path, 6)
-    lines = report.read_lines(tmp_path / "metrics.jsonl")
+    command = f"python train.py --resume --out '{tmp_path / 'a run'}'"  # quoted: the path has a space
+    assert capsys.readouterr().err.endswith(f"\nstopped; resume with: {command}\n")
+    resume(tmp_path / "a run", 6)
+    lines = read_lines(tmp_path / "a run/metrics.jsonl")
     assert [line["update"] for line in lines if line["agent"] == "policy"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_panels_come_at_the_end_of_the_loop_in_which_they_fall_due(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (FloatingPointError("it diverged"), 1, "error: it diverged"),
+        (rspo.NothingToTrainOn([]), 1, "error: no episode of this update"),
+        (flags.UsageError("--k 0: must be above 0"), 2, "error: --k 0: must be above 0"),
+        (EngineError("no memory"), 1, "error: --sampler vllm: no memory; if nothing else helps, give kv"),
+        (RankLost("rank 1 ended"), 1, "error: rank 1 ended; resume with: python train.py --resume --out "),
+    ],
+)
+def test_a_known_error_ends_the_run_with_one_line(tmp_path, capsys, error, status, message):
+    def fail(args, base):
+        raise error
+
+    with pytest.raises(SystemExit) as exit:
+        start(tmp_path / "run", 2, pieces=dataclasses.replace(TOY, make_policy=fail))
+    said = capsys.readouterr().err
+    assert exit.value.code == status
+    assert said.startswith(message) and said.count("\n") == 1
+    assert ("resume with" in said) == isinstance(error, RankLost)  # elsewhere the same would happen again
+
+
+def test_an_unknown_error_is_raised(tmp_path):
+    def fail(args, base):
+        raise PermissionError("an OSError, but the disk is not full")
+
+    with pytest.raises(PermissionError):
+        start(tmp_path / "run", 2, pieces=dataclasses.replace(TOY, make_policy=fail))
+
+
+# --- what a run records -------------------------------------------------------------------------------------
+
+
+def test_a_panel_is_played_at_the_end_of_the_loop_in_which_it_is_due(tmp_path):
     start(tmp_path, 8, "--eval_every", "3")  # due at 3 and 6, in loops that end at 4 and 6; and at the end
-    lines = report.read_lines(tmp_path / "metrics.jsonl")
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["update"] for line in lines if line["agent"] == "evaluation"] == [0, 4, 6, 8]
 
 
-def test_updates_are_counted_once_each_and_episodes_are_those_played(tmp_path):
-    start(tmp_path, 4)
-    resume(tmp_path, 8)
-    lines = report.read_lines(tmp_path / "metrics.jsonl")
+def test_an_empty_replay_buffer_is_reported(tmp_path, capsys):
+    start(tmp_path, 2, "--method", "rspo_h")
+    assert "update 1: the replay buffer is empty, so alpha is 0 for this update" in capsys.readouterr().out
+    line = next(line for line in read_lines(tmp_path / "metrics.jsonl") if line["agent"] == "policy")
+    assert (line["alpha"], line["replayed_episodes"]) == (0.0, 0)
+
+
+def test_the_log_counts_updates_episodes_and_turns(run_folder):
+    resume(run_folder, 8)
+    lines = read_lines(run_folder / "metrics.jsonl")
     of = {agent: [line for line in lines if line["agent"] == agent] for agent in ("policy", "explorer")}
     assert [line["update"] for line in of["policy"]] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [line["explorer_update"] for line in of["explorer"]] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -324,6 +392,6 @@ def test_updates_are_counted_once_each_and_episodes_are_those_played(tmp_path):
     # A loop: B plays 2 x 3 tasks x 2 episodes and 2 x 2 for the buffer, A 2 x 3 x 2: 28 episodes
     assert [line["environment_episodes"] for line in of["policy"]] == [22, 28, 50, 56, 78, 84, 106, 112]
     assert all(line["environment_turns"] == 3 * line["environment_episodes"] for line in lines)
-    assert [(line["update"]) for line in lines if line["agent"] == "evaluation"] == [0, 4, 8]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [line["update"] for line in lines if line["agent"] == "evaluation"] == [0, 4, 8]
+    summary = json.loads((run_folder / "summary.json").read_text())
     assert (summary["updates"], summary["explorer_updates"], summary["episodes"]) == (8, 8, 112)

@@ -545,7 +545,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(
     status, _, errors = end(process, 60)
     assert status != 0 and time.monotonic() - killed < 60
     assert "has lost another rank" in errors or "stopped; " in errors
-    go_on = f" on with: torchrun --nproc_per_node=2 train.py --resume --out {folder}"
+    go_on = f" resume with: torchrun --nproc_per_node=2 train.py --resume --out {folder}"
     assert errors.count(go_on) == 1, errors
     with pytest.raises(ProcessLookupError):
         os.kill(*ranks, 0)
@@ -569,7 +569,7 @@ def test_ctrl_c_or_a_scheduler_ends_all_ranks_with_one_message(run_of_two, tmp_p
         with pytest.raises(ProcessLookupError):
             os.kill(one, 0)
     go_on = f"torchrun --nproc_per_node=2 train.py --resume --out {folder}"
-    assert errors.count("goes on with: ") + errors.count("go on with: ") == 1 and go_on in errors
+    assert errors.count("resume with: ") == 1 and go_on in errors
 
 
 @pytest.mark.slow
@@ -577,5 +577,5 @@ def test_a_usage_error_is_reported_once_and_ends_all_ranks(tmp_path):
     status, said, errors = end(begin(TORCHRUN, "--k=0", f"--out={tmp_path / 'run'}"))
     assert status != 0 and (said + errors).count("error: --k 0: must be above 0") == 1
     status, said, errors = end(begin(TORCHRUN, "--no_such_flag"))
-    assert status != 0 and (said + errors).count("─ Unrecognized options ─") == 1, said + errors
+    assert status != 0 and (said + errors).count("there is no such flag") == 1, said + errors
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,232 @@
+"""The models that a run makes once and every rank loads: start/ and reward_model/ of the run folder.
+
+Rank 0 makes them and writes them to the run folder. All ranks then load them from there, as a resumed run
+does, so that a run and its resumption continue with the same numbers. A folder that exists is not made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from buffer import Trajectory
+from demo.tiny_model import tiny_base
+from demo.warm_start import warm_start
+from flags import Args, UsageError, env_maker
+from model import load_base
+from record import checkpoint
+from record.metrics import mean
+from record.recorder import advance, print_line, progress_bar, warn_of_crashes
+from reward_model import StepRewardModel
+from rollout import World
+from scale import distributed
+
+Demonstrate = Callable[[int], list[Trajectory]]  # number of episodes -> the first demonstrations
+
+
+@contextlib.contextmanager
+def usage_error(flag: str = "", remedy: str = "", instead_of: str = ""):
+    """Raise a ValueError as a UsageError, with the flag before its message and a remedy after it.
+
+    A message that begins with `instead_of` loses that part.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(flag + str(error).removeprefix(instead_of) + remedy) from None
+
+
+def make_once(folder: Path, play: Callable[[], list], make: Callable[[list], object]) -> bool:
+    """Let rank 0 save what `make` returns in `folder`, unless the folder exists. Return whether it was made.
+
+    `make` gets the episodes that all ranks have played with `play`. Every rank then loads the folder, as a
+    resumed run does, so that both continue with the same numbers.
+    """
+    if distributed.on_rank_0(folder.is_dir):
+        return False
+    episodes = play()
+    distributed.on_rank_0(lambda: checkpoint.write_folder(folder, make(episodes).save))
+    return True
+
+
+# --- the starting model -------------------------------------------------------------------------------------
+
+
+def device_of(args: Args) -> str:
+    """Return the device of this rank: each rank has a GPU of its own."""
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    if distributed.world_size() > 1:
+        return f"cuda:{distributed.local_rank()}"
+    return "cuda" if args.device == "auto" else args.device
+
+
+def load_start(args: Args, folder: Path | None):
+    """Load the starting model: the run's own start/ if `folder` has one, else --model. Raises UsageError."""
+    settings = {
+        "dtype": args.dtype,
+        "device": device_of(args),
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "autocast": args.autocast,
+    }
+    with usage_error():
+        if folder and (folder / "start").is_dir():
+            return load_base(str((folder / "start").resolve()), **settings)
+        if args.model != "tiny":
+            return load_base(args.model, **settings)
+        return tiny_base(
+            env_maker(args)().vocabulary,
+            d_model=args.tiny_width,
+            layers=args.tiny_layers,
+            heads=args.tiny_heads,
+            intermediate=2 * args.tiny_width,
+            max_length=args.max_prompt_tokens + args.max_new_tokens,
+            seed=args.seed,
+            **settings,
+        )
+
+
+def demonstrator(args: Args) -> str:
+    """Describe the player of the demonstrations."""
+    errors = 1 - args.expert_share - args.hesitation_share
+    return (
+        f"an expert that searches ({args.expert_share:.0%} of the turns), hesitates "
+        f"({args.hesitation_share:.0%}) and errs ({errors:.0%})"
+    )
+
+
+def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):
+    """Return the model that the agents start from: `base`, or start/ if the run has to make one.
+
+    A run makes one if --warm_start asks for it, or if an adapter was merged into --model.
+    """
+
+    def play() -> list[Trajectory]:
+        if not args.warm_start:
+            return []
+        name = "the tiny model" if args.model == "tiny" else args.model
+        print_line(
+            f"warm start, not part of RSPO: {name} cannot act yet, so it first has {args.warm_start} "
+            f"supervised updates on {args.warm_start_episodes:,} games played by {demonstrator(args)}"
+        )
+        return demonstrate(args.warm_start_episodes)
+
+    def teach(episodes: list[Trajectory]):
+        if args.warm_start:
+            warm_start_base(args, base, episodes)
+        return base
+
+    if (args.warm_start or base.changed) and make_once(folder / "start", play, teach):
+        base = load_start(args, folder)
+    return base
+
+
+def warm_start_base(args: Args, base, episodes: list[Trajectory]) -> None:
+    """Train the starting model on the demonstrations, and print how it went. Raises UsageError."""
+    flag = f"--warm_start {args.warm_start}: "
+    with progress_bar(args.warm_start, "warm start", leave=False) as bar, usage_error(flag):
+        losses = warm_start(
+            base,
+            episodes,
+            updates=args.warm_start,
+            turns_per_update=args.warm_start_turns,
+            learning_rate=args.warm_start_lr,
+            seed=args.seed,
+            tokens_per_micro_batch=args.tokens_per_micro_batch,
+            progress=lambda update, loss: advance(bar, loss=loss),
+        )
+    solved = mean([episode.success for episode in episodes])
+    print_line(f"warm start: done, loss {losses[-1]:.3f}; {solved:.1%} of its demonstrations were solved")
+
+
+# --- the step reward model ----------------------------------------------------------------------------------
+
+
+def reward_model_settings(args: Args, base) -> dict:
+    return {
+        "dtype": getattr(torch, args.dtype),
+        "autocast": args.autocast,
+        "device": base.device,
+        "tokens_per_micro_batch": args.tokens_per_micro_batch,
+        "gradient_checkpointing": args.gradient_checkpointing,
+    }
+
+
+def named_reward_model(args: Args, base) -> StepRewardModel | None:
+    """Load the model of --reward_model, or an unfitted one on --reward_model_backbone; else return None.
+
+    It is loaded before there is a run folder. Only rank 0 needs an unfitted one. Raises UsageError.
+    """
+    if args.reward_model:
+        with usage_error(f"--reward_model {args.reward_model}: "):
+            return StepRewardModel.load(args.reward_model, base.chat, **reward_model_settings(args, base))
+    fitted = args.resume and Path(args.out, "reward_model").is_dir()
+    name = args.reward_model_backbone
+    if not name or fitted or distributed.rank() > 0:
+        return None
+    with usage_error(f"--reward_model_backbone {name}: ", instead_of=f"--model {name}: "):
+        return StepRewardModel.from_pretrained(name, seed=args.seed, **reward_model_settings(args, base))
+
+
+def make_reward_model(
+    args: Args, folder: Path, base, policy, world: World, demonstrate: Demonstrate, named
+) -> StepRewardModel:
+    """Return the step reward model: the one of --reward_model, or the run's own, which is fitted once.
+
+    `named` is the result of `named_reward_model`. Raises UsageError.
+    """
+
+    def play() -> list[Trajectory]:
+        count = args.reward_model_episodes
+        expert = args.reward_model_source == "expert"
+        player = demonstrator(args) if expert else "the starting policy"
+        print_line(f"step reward model: fitted on {count:,} games played by {player}")
+        if expert:
+            return demonstrate(count)
+        episodes = world.practice(policy, count, args.warm_start_games)
+        warn_of_crashes(episodes, "games")
+        return episodes
+
+    model = named
+    if not args.reward_model:
+        made = folder / "reward_model"
+        make_once(made, play, lambda episodes: fit_reward_model(args, base, named, episodes))
+        with usage_error(f"--out {folder}: ", f"; remove {made} to fit it again"):
+            model = StepRewardModel.load(made, base.chat, **reward_model_settings(args, base))
+    values = {name: "n/a" if value is None else value for name, value in model.report.items()}
+    print_line(
+        "step reward model: on {held_out_episodes:,} held-out episodes ({held_out_successes} solved) AUC "
+        "{auc:.3}, correlation {correlation:.3}, MSE {mse:.3} (of the mean: {mse_of_mean:.3})".format(
+            **values
+        )
+    )
+    return model
+
+
+def fit_reward_model(args: Args, base, model, episodes: list[Trajectory]) -> StepRewardModel:
+    """Fit `model`, by default one made of the starting model, on the episodes. Raises UsageError."""
+    model = model or StepRewardModel.from_base(base, seed=args.seed, **reward_model_settings(args, base))
+    with (
+        progress_bar(0, "step reward model", leave=False) as bar,
+        warnings.catch_warnings(record=True) as caught,
+        usage_error(),  # too few episodes, or a step too long for the backbone
+    ):
+
+        def show(update: int, updates: int, loss: float) -> None:
+            bar.total = updates
+            advance(bar, loss=loss)
+
+        model.fit(
+            episodes,
+            epochs=args.reward_model_epochs,
+            learning_rate=args.reward_model_lr,
+            seed=args.seed,
+            progress=show,
+        )
+    for warning in caught:
+        print_line(f"warning: {warning.message}")
+    return model.to("cpu")  # the run scores with a copy that is loaded from the saved file

@@ -1,0 +1,233 @@
+"""The log and its listeners, the table of panels, transcripts, curves and the report of a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from buffer import Step, StopReason, Trajectory
+from record import report
+from record.log import Log, read_lines, wandb_listener
+from record.metrics import progress, start_and_end
+
+ROOT = Path(__file__).parent.parent.parent
+
+# --- the log ------------------------------------------------------------------------------------------------
+
+
+def test_an_unfinished_last_line_is_skipped_and_a_damaged_line_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
+    assert read_lines(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl is damaged: Expecting value"):
+        read_lines(path)
+
+
+def test_a_log_is_truncated_to_its_sizes_and_continued(tmp_path):
+    log = Log(tmp_path)
+    log.write({"agent": "policy", "update": 1})
+    sizes = log.sizes()
+    log.write({"agent": "policy", "update": 2})
+    log.write_transcript({"agent": "policy"})
+    log.close()
+    assert sizes == {"metrics.jsonl": len('{"agent": "policy", "update": 1}\n'), "transcripts.jsonl": 0}
+
+    log, heard = Log(tmp_path, sizes), []
+    log.listeners.append(heard.append)
+    log.write({"agent": "evaluation", "update": 1})
+    assert log.lines == read_lines(tmp_path / "metrics.jsonl")
+    assert log.lines == [{"agent": "policy", "update": 1}, {"agent": "evaluation", "update": 1}]
+    assert log.of("policy") == log.lines[:1] and heard == log.lines[1:]
+    log.close()
+    with pytest.raises(ValueError, match="bytes where the checkpoint saw 700"):
+        Log(tmp_path, {"metrics.jsonl": 700})
+
+
+def test_wandb_draws_every_agent_over_its_own_updates(tmp_path, monkeypatch):
+    heard, defined = [], {}
+
+    class FakeRun:
+        def define_metric(self, name, step_metric):
+            defined[name] = step_metric
+
+        log = staticmethod(heard.append)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: FakeRun()))
+    listen = wandb_listener("project", tmp_path, {"eval_splits": ("seen",)})
+    listen({"agent": "explorer", "update": 3, "explorer_update": 5, "success": 0.5})
+    by_type = {"Pick": {"games": 9, "success": 0.25}}
+    listen({"agent": "evaluation", "split": "seen", "update": 6, "by_type": by_type})
+    assert heard == [
+        {"explorer/update": 3, "explorer/explorer_update": 5, "explorer/success": 0.5},
+        {"evaluation/seen/update": 6, "evaluation/seen/success/Pick": 0.25},
+    ]
+    assert defined == {
+        "policy/*": "policy/update",
+        "explorer/*": "explorer/explorer_update",
+        "buffer/*": "buffer/update",
+        "evaluation/seen/*": "evaluation/seen/update",
+    }
+
+
+# --- panels -------------------------------------------------------------------------------------------------
+
+
+def a_panel(success, outcome, pick, look, **cost):
+    by_type = {
+        "Pick": {"games": 4, "success": pick},
+        "Look": {"games": 2, "success": look},
+        "Heat": {"games": 0, "success": 0.0},  # has no column: the panel has no such game
+    }
+    about = {"games": 6, "success": success, "outcome": outcome, "crashed_episodes": 0}
+    return {**about, "by_type": by_type, **cost}
+
+
+def test_the_table_has_a_column_of_scores_if_they_differ_from_success():
+    start = a_panel(0.5, 0.55, 0.75, 0.0, update=0, environment_episodes=0, seconds_elapsed=2.4)
+    end = a_panel(1.0, 1.0, 1.0, 1.0, update=3, environment_episodes=2688, seconds_elapsed=61.6)
+    assert report.panel_table({"start": start, "end": end}) == (
+        "         Pick    Look    all  score  updates  episodes  seconds\n"
+        "games       4       2      6\n"
+        "start    75.0     0.0   50.0   55.0        0         0        2\n"
+        "end     100.0   100.0  100.0  100.0        3     2,688       62\n"
+        "change  +25.0  +100.0  +50.0  +45.0"
+    )
+
+
+def test_the_table_has_no_scores_if_the_outcome_is_the_success():
+    assert report.panel_table({"policy": a_panel(0.5, 0.5, 0.75, 0.0)}) == (
+        "        Pick  Look   all\n"  #
+        "games      4     2     6\n"
+        "policy  75.0   0.0  50.0"
+    )
+
+
+def test_every_split_has_its_own_start_and_end():
+    lines = [
+        {"agent": agent, "split": split, "update": update}
+        for update in (0, 9, 12)
+        for agent, split in (("evaluation", "seen"), ("policy", None), ("evaluation", "unseen"))
+    ]
+    ends = start_and_end(lines)
+    updates = {split: (start["update"], end["update"]) for split, (start, end) in ends.items()}
+    assert updates == {"seen": (0, 12), "unseen": (0, 12)}
+    assert all(end["split"] == split for split, (_, end) in ends.items())
+
+
+def test_the_progress_of_a_split():
+    start, end = a_panel(0.5, 0.6, 0.75, 0.0), a_panel(1.0, 0.9, 1.0, 1.0, crashed_episodes=2)
+    assert progress(start, end) == {
+        "games": 6,
+        "success_start": 0.5,
+        "success_end": 1.0,
+        "outcome_start": 0.6,
+        "outcome_end": 0.9,
+        "crashed_episodes_start": 0,
+        "crashed_episodes_end": 2,
+        "by_type": {
+            "Pick": {"games": 4, "start": 0.75, "end": 1.0},
+            "Look": {"games": 2, "start": 0.0, "end": 1.0},
+            "Heat": {"games": 0, "start": 0.0, "end": 0.0},
+        },
+    }
+
+
+# --- episodes -----------------------------------------------------------------------------------------------
+
+
+def an_episode(success, valid=True, dense_score=None):
+    step = Step(
+        prompt_ids=[1],
+        action_ids=[7],
+        sampler_logprobs=[0.0],
+        observation="a room",
+        action="look" if valid else "",
+        valid=valid,
+        truncated=False,
+    )
+    step.dense_score = dense_score
+    stop = StopReason.FINISHED if success else StopReason.STEP_LIMIT
+    return Trajectory("env/train/3", "find it", "Pick", [step], float(success), success, stop)
+
+
+def test_a_transcript_is_readable_as_text():
+    def text_of(episode):
+        return report.transcript_text(report.transcript(episode, lambda ids: f"reply {ids}", agent="policy"))
+
+    assert text_of(an_episode(True, dense_score=0.25)) == (
+        "find it  [Pick, env/train/3]: solved\n  a room\n  > look   [score +0.25]"
+    )
+    assert text_of(an_episode(False, valid=False)) == (
+        "find it  [Pick, env/train/3]: not solved (step limit)\n  a room\n  > (invalid reply) 'reply [7]'"
+    )
+
+
+def test_one_solved_and_one_unsolved_episode_are_shown():
+    solved, failed, other = an_episode(True), an_episode(False), an_episode(True)
+    assert report.one_of_each([solved, other, failed]) == [solved, failed]
+    assert report.one_of_each([failed]) == [failed]
+
+
+# --- curves -------------------------------------------------------------------------------------------------
+
+LINES = [
+    {"agent": "evaluation", "split": "eval", "update": 0, "environment_episodes": 0, "success": 0.1},
+    {"agent": "explorer", "update": 0, "explorer_update": 1, "environment_episodes": 8, "success": 0.2},
+    {"agent": "buffer", "update": 0, "environment_episodes": 12, "success": 0.3},
+    {"agent": "policy", "update": 1, "environment_episodes": 16, "success": 0.4, "kl_on": 0.0, "kl_off": 1.0},
+    {"agent": "policy", "update": 2, "environment_episodes": 24, "success": 0.5, "kl_on": 0.2},
+    {"agent": "evaluation", "split": "eval", "update": 2, "environment_episodes": 24, "success": 0.6},
+    {"agent": "evaluation", "split": "hard", "update": 2, "environment_episodes": 24, "success": 0.0},
+]
+
+
+def test_points_are_those_of_one_agent_over_its_own_updates():
+    assert report.points(LINES, "update", "success", agent="policy") == ([1, 2], [0.4, 0.5])
+    assert report.points(LINES, "update", "success", agent="explorer") == ([1], [0.2])
+    assert report.points(LINES, "environment_episodes", "success", agent="explorer") == ([8], [0.2])
+    assert report.points(LINES, "update", "success", agent="evaluation", split="eval") == ([0, 2], [0.1, 0.6])
+    assert report.points(LINES, "update", "kl_off", agent="policy") == ([1], [1.0])  # only lines that have it
+
+
+def test_curves_have_a_legend_for_what_is_drawn():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, (success, kl, clipped) = pyplot.subplots(1, 3)
+    report.draw_success(success, LINES, "update")
+    report.draw_metric(kl, LINES, "kl_on", "kl_off")
+    report.draw_metric(clipped, LINES, "clip_fraction_on", "clip_fraction_off")  # no line has it
+    labels = [line.get_label() for line in success.lines]
+    assert labels == ["B, training games", "A, training games", "A, held-out (eval)", "A, held-out (hard)"]
+    assert [text.get_text() for text in kl.get_legend().get_texts()] == ["A", "A, replayed"]
+    assert not clipped.lines and clipped.get_legend() is None
+    pyplot.close(figure)
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_folder_draws_its_curves(tmp_path):
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for line in LINES:
+            panel = a_panel(0.5, 0.5, 0.5, 0.5) if line["agent"] == "evaluation" else {}
+            file.write(json.dumps({**line, **panel}) + "\n")
+    episode = report.transcript(an_episode(True), str, agent="evaluation")
+    (tmp_path / "transcripts.jsonl").write_text(json.dumps(episode) + "\n")
+    (tmp_path / "config.json").write_text('{"method": "rspo", "algo": "grpo", "env": "household", "seed": 0}')
+    done = subprocess.run(
+        [sys.executable, "-m", "record.report", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "success in % on eval" in done.stdout and "success in % on hard" in done.stdout
+    assert "find it  [Pick, env/train/3]: solved" in done.stdout
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    command = [sys.executable, "-m", "record.report"]
+    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"error: {tmp_path} is not a run folder" in done.stderr
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: give a run folder: ")
