@@ -161,7 +161,7 @@ def make_world(args: Args, chat, seed: int | str) -> World:
     """Build what plays the episodes: environments, sampler and dialogue."""
     sampler = KVSampler()
     if args.sampler == "vllm":
-        sampler = VLLMSampler(args.max_prompt_tokens + args.max_new_tokens, args.vllm_memory)
+        sampler = VLLMSampler(args.max_tokens, args.vllm_memory)
     return World(
         env_maker(args),
         sampler,
@@ -210,7 +210,7 @@ OTHER_GAMES = "these are not the games that the run was trained on"
 
 def check_start(args: Args, base, world: World) -> None:
     """Raise UsageError if prompt and reply exceed the model, or if the first prompt of a game is too long."""
-    if args.max_prompt_tokens + args.max_new_tokens > base.max_length:
+    if args.max_tokens > base.max_length:
         both = f"--max_prompt_tokens {args.max_prompt_tokens} with --max_new_tokens {args.max_new_tokens}"
         raise UsageError(f"{both}: the model reads {base.max_length} tokens; lower one of them")
     opening = world.opening_tokens()

@@ -84,7 +84,7 @@ def load_start(args: Args, folder: Path | None):
             layers=args.tiny_layers,
             heads=args.tiny_heads,
             intermediate=2 * args.tiny_width,
-            max_length=args.max_prompt_tokens + args.max_new_tokens,
+            max_length=args.max_tokens,
             seed=args.seed,
             **settings,
         )

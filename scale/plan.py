@@ -272,7 +272,7 @@ def precision(args) -> Precision:
 
 def longest_row(args) -> int:
     """Return the tokens of the longest prompt with its reply."""
-    return args.max_prompt_tokens + args.max_new_tokens
+    return args.max_tokens
 
 
 def agent_bytes(args, shape: Shape) -> Parts:
