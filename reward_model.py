@@ -23,7 +23,6 @@ Shapes: S steps of a batch, E episodes of a part.
 
 from __future__ import annotations
 
-import bisect
 import copy
 import hashlib
 import itertools
@@ -31,6 +30,7 @@ import json
 import math
 import random
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -140,7 +140,7 @@ class StepRewardModel(nn.Module):
     # --- what the model reads
 
     def rows(self, trajectory: Trajectory) -> list[Row]:
-        """Return an episode as the model reads it, with a span for each action; the spans are in step order.
+        """Return an episode as the model reads it: token ids in rows, with spans of the actions in step order.
 
         Raises ValueError if a text is longer than the context of a backbone with its own tokenizer.
         """
@@ -297,7 +297,11 @@ class StepRewardModel(nn.Module):
         return report
 
     def backward(self, episodes: list[list[Row]]) -> float:
-        """Add the gradient of Eq. 7 over these episodes, each given as its rows, and return the loss."""
+        """Add the gradient of Eq. 7 over these episodes, each given as its rows, and return the loss.
+
+        R needs all rows of its episode, so a part holds whole episodes. Parts of up to tokens_per_micro_batch
+        tokens are left to autograd; a longer episode is a part of its own and is read twice.
+        """
         total = 0.0
         for part in _parts(episodes, self.tokens_per_micro_batch):
             if _size(part) <= self.tokens_per_micro_batch:
@@ -309,16 +313,16 @@ class StepRewardModel(nn.Module):
         return total
 
     def squared_error(self, part: list[list[Row]]) -> Tensor:
-        """Compute the sum of (R - outcome)^2 over the episodes of a part, for autograd."""
+        """Compute the sum of (R - outcome)^2 over a part, for autograd."""
         # A quarter of the limit: rows of similar length need less padding
         batches = list(self._batches(list(itertools.chain(*part)), self.tokens_per_micro_batch // 4))
         return self._errors(part, batches).square().sum()
 
     def two_passes(self, part: list[list[Row]], n_episodes: int) -> Tensor:
-        """Add the gradient of (R - outcome)^2 / n_episodes and return that value, for one long episode.
+        """Add the gradient of (R - outcome)^2 / n_episodes, for a part of one long episode; return the value.
 
-        R depends on all rows, and their activations do not fit into memory together. The first pass computes
-        R, the second one adds the gradient batch by batch: 2 (R - outcome) grad r_t / n_episodes.
+        The activations of all its rows do not fit into memory together. The first pass computes R, the second
+        one adds 2 (R - outcome) grad r_t / n_episodes, batch by batch.
         """
         (episode,) = part
         batches = list(self._batches(episode, self.tokens_per_micro_batch))
@@ -439,9 +443,7 @@ def area_under_roc(scores: list[float], positive: list[bool]) -> float | None:
     negatives = sorted(score for score, is_positive in zip(scores, positive, strict=True) if not is_positive)
     if not positives or not negatives:
         return None
-    wins = 0.0
-    for score in positives:
-        wins += (bisect.bisect_left(negatives, score) + bisect.bisect_right(negatives, score)) / 2
+    wins = sum(bisect_left(negatives, score) + bisect_right(negatives, score) for score in positives) / 2
     return wins / (len(positives) * len(negatives))
 
 
