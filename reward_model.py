@@ -140,7 +140,7 @@ class StepRewardModel(nn.Module):
     # --- what the model reads
 
     def rows(self, trajectory: Trajectory) -> list[Row]:
-        """Return an episode as the model reads it: token ids in rows, with spans of the actions in step order.
+        """Return an episode as the model reads it: token ids in rows, with a span for each action, in order.
 
         Raises ValueError if a text is longer than the context of a backbone with its own tokenizer.
         """
