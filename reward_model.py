@@ -107,7 +107,7 @@ class StepRewardModel(nn.Module):
             recompute_layers(backbone)
         self.report: dict = {}  # the report of the fit
         self.to(device)
-        self._freeze()
+        self.requires_grad_(False).eval()
 
     @classmethod
     def from_base(cls, base: Base, **settings) -> StepRewardModel:
@@ -132,10 +132,6 @@ class StepRewardModel(nn.Module):
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.head[0].weight.device
-
-    def _freeze(self) -> None:
-        self.requires_grad_(False)
-        self.eval()
 
     # --- what the model reads
 
@@ -210,10 +206,10 @@ class StepRewardModel(nn.Module):
         """
         if noise and rng is None:
             raise ValueError(f"noise of {noise} needs an rng: give a random.Random")
-        members = [group.usable() for group in groups]
-        costs = [sum(_tokens_of(trajectory) for trajectory in group) for group in members]
-        scores = distributed.map_over_ranks(self._scores_of_groups, members, costs)
-        for trajectories, scores_of_group in zip(members, scores, strict=True):
+        usable = [group.usable() for group in groups]
+        costs = [sum(_tokens_of(trajectory) for trajectory in trajectories) for trajectories in usable]
+        scores = distributed.map_over_ranks(self._scores_of_groups, usable, costs)
+        for trajectories, scores_of_group in zip(usable, scores, strict=True):
             for trajectory, scores_of_episode in zip(trajectories, scores_of_group, strict=True):
                 for step, score in zip(trajectory.steps, scores_of_episode, strict=True):
                     step.dense_score = score + (rng.gauss(0.0, noise) if noise else 0.0)
@@ -247,8 +243,7 @@ class StepRewardModel(nn.Module):
         training, held_out = split_by_task([t for t in trajectories if t.usable], HELD_OUT, rng)
         episodes = [self.rows(trajectory) for trajectory in training]
         updates = epochs * math.ceil(len(episodes) / BATCH_EPISODES)
-        self.eval()
-        self.requires_grad_(True)
+        self.requires_grad_(True).eval()
         cast(self, torch.float32)
         optimizer = torch.optim.AdamW(self.parameters(), betas=(0.9, 0.99), weight_decay=0.01, fused=True)
         update = 0
@@ -268,7 +263,7 @@ class StepRewardModel(nn.Module):
                 if progress:
                     progress(update, updates, loss)
         cast(self.backbone, self.dtype)
-        self._freeze()
+        self.requires_grad_(False).eval()
         self.report = self._report_on(training, held_out)
         return self.report
 
@@ -324,8 +319,7 @@ class StepRewardModel(nn.Module):
         The activations of all its rows do not fit into memory together. The first pass computes R, the second
         one adds 2 (R - outcome) grad r_t / n_episodes, batch by batch.
         """
-        (episode,) = part
-        batches = list(self._batches(episode, self.tokens_per_micro_batch))
+        batches = list(self._batches(part[0], self.tokens_per_micro_batch))
         with torch.no_grad():
             error = self._errors(part, batches)
         slope = 2 * error / n_episodes
