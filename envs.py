@@ -241,7 +241,7 @@ class WebShop:
     task_types = ("fashion", "beauty", "garden", "electronics", "grocery")  # categories of the product sought
     step_limit = 15
     eval_splits = ("validation", "test")
-    goals_of = {"test": slice(0, 500), "validation": slice(500, 1500), "train": slice(1500, None)}
+    ranges = {"test": slice(0, 500), "validation": slice(500, 1500), "train": slice(1500, None)}
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class WebShop:
     @property
     def fingerprint(self) -> str:
         """A digest of the held-out goals. All goals take part in it, as they are shuffled together."""
-        held_out = self.shop.goals[: self.goals_of["train"].start]
+        held_out = self.shop.goals[: self.ranges["train"].start]
         return _digest([repr(self.shop), *(f"{goal.asin} {goal.instruction_text}" for goal in held_out)])
 
     @property
@@ -270,11 +270,11 @@ class WebShop:
         return webshop_corpus(self.shop)
 
     def size(self, split: str) -> int:
-        return len(range(len(self.shop.goals))[self.goals_of[split]])
+        return len(range(len(self.shop.goals))[self.ranges[split]])
 
     def reset(self, split: str, index: int) -> View:
         self._split = split
-        self._session = self.shop.session(self.goals_of[split].start + index)
+        self._session = self.shop.session(self.ranges[split].start + index)
         self._category = self.shop.products[self._session.goal.asin].category
         return self._show(self._session.reset())
 
@@ -336,7 +336,7 @@ def load_shop(data: str | None, goals: str, products: str | None) -> webshop.Web
         shop = webshop.WebShop(data, goals=goals, product_set=products)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from error
-    first = WebShop.goals_of["train"].start
+    first = WebShop.ranges["train"].start
     if len(shop.goals) <= first:
         raise ValueError(
             f"{data} has {len(shop.goals)} {goals} goals; training begins at {first}, after the held-out "
@@ -348,7 +348,7 @@ def load_shop(data: str | None, goals: str, products: str | None) -> webshop.Web
 @functools.lru_cache
 def webshop_corpus(shop: webshop.WebShop) -> Corpus:
     """Collect training goals, titles, options and actions as texts, and ASINs as names."""
-    first, products = WebShop.goals_of["train"].start, list(shop.products.values())[:5000]
+    first, products = WebShop.ranges["train"].start, list(shop.products.values())[:5000]
     goals = {goal.instruction_text for goal in shop.goals[first : first + 20_000]}
     options = set()
     for product in products:

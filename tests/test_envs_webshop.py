@@ -134,7 +134,7 @@ def test_environments_share_the_shop_but_no_state(toy):
 
 def plain_goal(env: WebShop, split: str) -> tuple[int, str, str]:
     """Return a game of the split that seeks an apron without odd blanks in its size, and its two clicks."""
-    first = env.goals_of[split].start
+    first = env.ranges[split].start
     for index in range(env.size(split)):
         options = env.shop.goals[first + index].goal_options
         if options and options["size"].startswith("size b"):
@@ -241,7 +241,7 @@ def test_an_episode_without_a_purchase_has_no_reward(toy):
 def test_the_last_page_with_the_reward_is_not_shown(toy):
     env = WebShop(toy)
     view = buy(env, "train", 0)
-    session = env.shop.session(env.goals_of["train"].start)
+    session = env.shop.session(env.ranges["train"].start)
     for action in ("search[red aprons]", "click[b000000001]", "click[buy now]"):
         turn = session.step(action)
     assert "Your score" in turn.page.text
