@@ -1,10 +1,8 @@
 """Dense rewards: the step reward model (RSPO Eq. 5-7; SPA-RL, arXiv 2505.20732).
 
-    r_t  = tanh(MLP(h_t)), in (-1, 1)                                                                 (Eq. 5)
+    r_t  = tanh(MLP(h_t)), in (-1, 1); h_t: the last hidden state at the last token of action t       (Eq. 5)
     R    = sum_t r_t                                                                                  (Eq. 6)
     loss = mean over episodes of (R - outcome)^2                                                      (Eq. 7)
-
-h_t is the backbone's last hidden state at the last token of action t.
 
 `StepRewardModel.rows` says what the model reads, in the fit and for scores. By default the backbone is a copy
 of the policy's starting model. It reads the policy's own token ids, prompts and replies as they were sampled.
@@ -17,8 +15,6 @@ A score is read where a row's span ends. Rows are padded on the right and attent
 sees padding and no attention mask is needed.
 
 Left out: normalizing the scores, mixing them with the outcome, and refitting while the policy learns.
-
-Shapes: S steps of a batch, E episodes of a part.
 """
 
 from __future__ import annotations
@@ -60,11 +56,7 @@ class DenseReward(Protocol):
 
 
 def step_text(trajectory: Trajectory, index: int, history: int = 2) -> str:
-    """Write the context of a step as text, for a backbone with its own tokenizer.
-
-    It contains the task, the last `history` turns and the observation. It contains neither the environment's
-    notes nor the admissible actions.
-    """
+    """Write a step's context, without notes and admissible actions: task, last turns and observation."""
     lines = [f"Task: {trajectory.task}"]
     for step in trajectory.steps[max(0, index - history) : index]:
         lines += [f"Observation: {step.observation}", f"Action: {step.action or INVALID_REPLY}"]
@@ -72,10 +64,7 @@ def step_text(trajectory: Trajectory, index: int, history: int = 2) -> str:
 
 
 class StepRewardModel(nn.Module):
-    """A Hugging Face model without its output layer, the backbone, and an MLP head in fp32.
-
-    The model is always in eval mode: dropout is off, also in the fit.
-    """
+    """A backbone (a Hugging Face model without output layer) and an MLP head in fp32; without dropout."""
 
     def __init__(
         self,
@@ -113,10 +102,8 @@ class StepRewardModel(nn.Module):
     def from_base(cls, base: Base, **settings) -> StepRewardModel:
         """Copy the policy's starting model as backbone, without what agents have trained since."""
         source = (base.reference or base.model).get_decoder()
-        weights = {}
-        for name, weight in source.state_dict().items():
-            if ".lora_" not in name:  # adapters are inside the layers that they adapt
-                weights[name.replace(".base_layer.", ".")] = weight
+        state = source.state_dict().items()  # LoRA keeps an adapter inside the layer that it adapts
+        weights = {name.replace(".base_layer.", "."): w for name, w in state if ".lora_" not in name}
         backbone = _new_backbone(source.config)
         backbone.load_state_dict(weights)
         settings.setdefault("device", base.device)
@@ -130,7 +117,6 @@ class StepRewardModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.head[0].weight.device
 
     # --- what the model reads
@@ -148,8 +134,8 @@ class StepRewardModel(nn.Module):
             reply = self.chat.reply(step.action or INVALID_REPLY)
             rows.append(Row(trajectory, prompt + reply, [(index, len(prompt), len(prompt) + len(reply))]))
         longest = max(len(row.input_ids) for row in rows)
-        limit = getattr(self.backbone.config.get_text_config(), "max_position_embeddings", None) or math.inf
-        if longest > limit:
+        limit = getattr(self.backbone.config.get_text_config(), "max_position_embeddings", None)
+        if limit and longest > limit:
             raise ValueError(
                 f"a step of {trajectory.task_id} is {longest} tokens long, and the step reward model reads "
                 f"{limit}: give a --reward_model_backbone with a longer context"
@@ -191,18 +177,17 @@ class StepRewardModel(nn.Module):
             for row in batch.rows:
                 scores_of[_content(row)] = [next(scores) for _ in row.spans]
         if not all(math.isfinite(score) for score in itertools.chain(*scores_of.values())):
-            raise FloatingPointError(
-                "a score of the step reward model is not a number: its weights are damaged; fit it again "
-                "with a lower learning rate"
+            message = (
+                "a score of the step reward model is not a number: fit it again with a lower learning rate"
             )
+            raise FloatingPointError(message)
         return [list(itertools.chain(*(scores_of[_content(row)] for row in rows))) for rows in episodes]
 
     def score(self, groups: list[Group], noise: float = 0.0, rng: random.Random | None = None) -> None:
         """Set `dense_score` of every step of every usable episode; an older score is replaced.
 
-        noise: standard deviation of the Gaussian noise on each score, drawn from `rng` in the order of the
-        steps. A noisy score may leave (-1, 1). With several ranks, each rank scores a share of the groups.
-        Groups are not split, because their identical rows must be scored once.
+        noise: std of Gaussian noise on each score, drawn from `rng` in the order of the steps. A noisy score
+        may leave (-1, 1). Ranks share whole groups, because identical rows of a group must be scored once.
         """
         if noise and rng is None:
             raise ValueError(f"noise of {noise} needs an rng: give a random.Random")
@@ -227,17 +212,17 @@ class StepRewardModel(nn.Module):
         epochs: int = 4,
         learning_rate: float = 1e-3,
         seed: int = 0,
-        progress: Callable[[int, int, float], None] | None = None,
+        progress: Callable[[int, int, float], None] = lambda update, updates, loss: None,
     ) -> dict:
         """Fine-tune backbone and head with AdamW, freeze them, and return a report on held-out tasks.
 
-        The learning rate rises over the first tenth of the updates, then falls to 0. The weights are fp32
-        during the fit. progress: called with the update's number, the number of updates and the loss. Raises
-        ValueError if there are fewer than two tasks and FloatingPointError if the fit diverges.
+        The learning rate rises over a tenth of the updates, then falls to 0. Weights are fp32 during the fit.
+        progress: called with (update, number of updates, loss). Raises ValueError if there are fewer than two
+        tasks and FloatingPointError if the fit diverges.
 
-        The report (`self.report`): mse, correlation and auc (see `quality`) on the held-out episodes;
-        mse_of_mean, their MSE if the training episodes' mean is predicted; counts of episodes and successes;
-        learned, False if the model is not clearly better than chance, which a warning then says.
+        The report (`self.report`): `quality` on the held-out episodes; mse_of_mean, their MSE if the training
+        mean is predicted; counts of episodes and successes; learned, True if the model is clearly better than
+        chance. It warns if the model is not.
         """
         rng = random.Random(f"{seed} step reward model")
         training, held_out = split_by_task([t for t in trajectories if t.usable], HELD_OUT, rng)
@@ -254,14 +239,12 @@ class StepRewardModel(nn.Module):
                 update += 1
                 loss = self.backward(shuffled[start : start + BATCH_EPISODES])
                 if not torch.isfinite(nn.utils.clip_grad_norm_(self.parameters(), 1.0)):
-                    raise FloatingPointError(
-                        f"the step reward model diverged at update {update} of {updates}: lower its learning "
-                        f"rate of {learning_rate:g}"
-                    )
+                    where = f"update {update} of {updates}"
+                    remedy = f"lower its learning rate of {learning_rate:g}"
+                    raise FloatingPointError(f"the step reward model diverged at {where}: {remedy}")
                 optimizer.step()
                 optimizer.zero_grad()
-                if progress:
-                    progress(update, updates, loss)
+                progress(update, updates, loss)
         cast(self.backbone, self.dtype)
         self.requires_grad_(False).eval()
         self.report = self._report_on(training, held_out)
@@ -284,9 +267,8 @@ class StepRewardModel(nn.Module):
             warnings.warn(
                 f"the step reward model has learned too little: on {len(held_out)} held-out episodes its AUC "
                 f"is {'not known' if auc is None else f'{auc:.2f}'} (chance 0.5), its MSE {mse:.4f} (always "
-                f"predicting the mean: {mse_of_mean:.4f}). It was fitted on {report['successes']} successes "
-                f"in {len(training)} episodes: raise --reward_model_episodes, or change who plays them with "
-                "--reward_model_source",
+                f"predicting the mean: {mse_of_mean:.4f}). It saw {report['successes']} successes in "
+                f"{len(training)} episodes: raise --reward_model_episodes, or change --reward_model_source",
                 stacklevel=3,
             )
         return report
@@ -314,10 +296,9 @@ class StepRewardModel(nn.Module):
         return self._errors(part, batches).square().sum()
 
     def two_passes(self, part: list[list[Row]], n_episodes: int) -> Tensor:
-        """Add the gradient of (R - outcome)^2 / n_episodes, for a part of one long episode; return the value.
+        """Add the gradient of (R - outcome)^2 / n_episodes for a part of one long episode; return the value.
 
-        The activations of all its rows do not fit into memory together. The first pass computes R, the second
-        one adds 2 (R - outcome) grad r_t / n_episodes, batch by batch.
+        The first pass computes R. The second one adds 2 (R - outcome) grad r_t / n_episodes, batch by batch.
         """
         batches = list(self._batches(part[0], self.tokens_per_micro_batch))
         with torch.no_grad():
@@ -329,11 +310,15 @@ class StepRewardModel(nn.Module):
 
     def _errors(self, part: list[list[Row]], batches: list[Batch]) -> Tensor:
         """Compute R - outcome of each episode (E,) from batches of its rows   (Eq. 6)"""
+        trajectories = [episode[0].trajectory for episode in part]
         returns = torch.zeros(len(part), device=self.device)
         for batch in batches:
-            owners = torch.tensor(_episode_of_steps(batch, part), device=self.device)
-            returns = returns.index_add(0, owners, self(batch))
-        outcomes = [episode[0].trajectory.outcome for episode in part]
+            owners = []  # for each step of the batch, the place of its episode in the part
+            for row in batch.rows:
+                place = next(i for i, trajectory in enumerate(trajectories) if trajectory is row.trajectory)
+                owners += [place] * len(row.spans)
+            returns = returns.index_add(0, torch.tensor(owners, device=self.device), self(batch))
+        outcomes = [trajectory.outcome for trajectory in trajectories]
         return returns - torch.tensor(outcomes, device=self.device)
 
     # --- files
@@ -347,19 +332,13 @@ class StepRewardModel(nn.Module):
         self.backbone.config.save_pretrained(folder)
         if self.own_tokenizer:
             self.chat.tokenizer.save_pretrained(folder / "tokenizer")
-        about = {
-            "own_tokenizer": self.own_tokenizer,
-            "vocabulary": _vocabulary(self.chat),
-            "report": self.report,
-        }
+        vocabulary = _vocabulary(self.chat)
+        about = {"own_tokenizer": self.own_tokenizer, "vocabulary": vocabulary, "report": self.report}
         (folder / "reward_model.json").write_text(json.dumps(about, indent=2))
 
     @classmethod
     def load(cls, folder: str | Path, chat: Chat, **settings) -> StepRewardModel:
-        """Load a saved model. chat: the format of the policy whose episodes it will score.
-
-        Raises ValueError if the folder contains no model, a damaged one, or one for another vocabulary.
-        """
+        """Load a model. chat: the policy's. Raises ValueError if it is missing, damaged or does not fit."""
         from transformers import AutoConfig, AutoTokenizer
 
         folder = Path(folder)
@@ -372,8 +351,7 @@ class StepRewardModel(nn.Module):
                 chat = Chat(AutoTokenizer.from_pretrained(folder / "tokenizer"))
             if about["vocabulary"] != _vocabulary(chat):
                 raise ValueError(
-                    f"the step reward model in {folder} was fitted with another vocabulary: it would read "
-                    "the policy's token ids as other words; fit a new one, or give one fitted for this policy"
+                    f"the step reward model in {folder} was fitted with another vocabulary; fit a new one"
                 )
             backbone = _new_backbone(AutoConfig.from_pretrained(folder))
             model = cls(backbone, chat, about["own_tokenizer"], **settings)
@@ -388,15 +366,12 @@ class StepRewardModel(nn.Module):
 # --- how good a fit is --------------------------------------------------------------------------------------
 
 
-def split_by_task(
-    trajectories: list[Trajectory], held_out: float, rng: random.Random
-) -> tuple[list[Trajectory], list[Trajectory]]:
+def split_by_task(trajectories: list[Trajectory], held_out: float, rng: random.Random) -> tuple[list, list]:
     """Split episodes into (training, held-out). No task is in both.
 
-    Solved and unsolved tasks are held out in the same proportion. Raises ValueError if there are fewer than
-    two tasks.
+    Solved and unsolved tasks are held out in the same proportion. Raises ValueError if there is one task.
     """
-    solved: dict[str, bool] = {}  # by task: whether one of its episodes is a success
+    solved: dict[str, bool] = {}  # by task: True if one of its episodes is a success
     for trajectory in trajectories:
         solved[trajectory.task_id] = solved.get(trajectory.task_id, False) or trajectory.success
     if len(solved) < 2:
@@ -413,10 +388,7 @@ def split_by_task(
 
 
 def quality(predicted: list[float], trajectories: list[Trajectory]) -> dict[str, float | None]:
-    """Compare predicted R with the outcomes: mse, Pearson correlation, and auc of success against failure.
-
-    The correlation is None if one side never varies, the AUC if there are only successes or only failures.
-    """
+    """Compare predicted R with outcomes: mse, Pearson correlation, auc of success; None if undefined."""
     r = torch.tensor(predicted, dtype=torch.float64)
     outcomes = torch.tensor([trajectory.outcome for trajectory in trajectories], dtype=torch.float64)
     x, y = r - r.mean(), outcomes - outcomes.mean()
@@ -429,10 +401,7 @@ def quality(predicted: list[float], trajectories: list[Trajectory]) -> dict[str,
 
 
 def area_under_roc(scores: list[float], positive: list[bool]) -> float | None:
-    """Return the share of (positive, negative) pairs with the positive ranked higher; ties count half.
-
-    None if there is no pair.
-    """
+    """Return the share of (positive, negative) pairs in order; ties count half. None if there is no pair."""
     positives = [score for score, is_positive in zip(scores, positive, strict=True) if is_positive]
     negatives = sorted(score for score, is_positive in zip(scores, positive, strict=True) if not is_positive)
     if not positives or not negatives:
@@ -454,7 +423,6 @@ def _tokens_of(trajectory: Trajectory) -> int:
 
 
 def _size(part: list[list[Row]]) -> int:
-    """Count the tokens of a part."""
     return sum(len(row.input_ids) for row in itertools.chain(*part))
 
 
@@ -468,15 +436,6 @@ def _parts(episodes: list[list[Row]], tokens: int) -> Iterator[list[list[Row]]]:
         part.append(episode)
     if part:
         yield part
-
-
-def _episode_of_steps(batch: Batch, part: list[list[Row]]) -> list[int]:
-    """Return for each step of the batch the place of its episode in the part."""
-    places = []
-    for row in batch.rows:
-        place = next(i for i, episode in enumerate(part) if episode[0].trajectory is row.trajectory)
-        places += [place] * len(row.spans)
-    return places
 
 
 def _new_backbone(config) -> nn.Module:
