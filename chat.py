@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from buffer import Step
-from envs import SEARCH, View, _one_line
+from envs import SEARCH, View, one_line
 
 TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
 
@@ -186,7 +186,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
         still_thinking = before.rfind("<think>") > before.rfind("</think>") or "think>" in after
         if not closed or still_thinking:
             return "", False
-    action = _one_line(text)
+    action = one_line(text)
     if not action or re.search(r"<[^\s\d$€£=.+-]", action):
         return "", False
     return action, True

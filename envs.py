@@ -1,15 +1,12 @@
-"""What an agent acts in and how it is asked: `View`, `Env`, the prompts, the parser, the three environments.
+"""The environments that an agent acts in.
 
-An environment hands out a `View` at each turn. Its `observation` is the raw text, GiGPO's anchor: states with
-equal text are one state, so prompts, step counts and notes never go into it. Text from an environment or a
-model is data: a tag inside an observation means nothing here.
+`Env` is the interface, and its docstrings hold for all environments. `View` is what an environment shows at
+each turn. `Household`, `AlfWorld` and `WebShop` connect the engines in games/ to this interface; `make_env`
+makes one by its name. chat.py turns views into prompts.
 
-Two prompt styles: "think" for real language models (verl-agent's conventions: reasoning in <think></think>,
-one action in <action></action>, the admissible actions listed) and "short" for the tiny model (the reply is
-the action; notes say what happened so far, and long pages are cut). Two contexts: window (a fresh message
-each turn, the last turns in it as text) and full (a chat that only grows).
-
-`Household`, `AlfWorld` and `WebShop` show their engines through a `View`; `make_env` makes them by name.
+The `observation` of a view is the raw text of the environment. It is GiGPO's anchor: states with equal
+observations count as one state. Step counts, notes and other parts of a prompt therefore never go into it.
+Text from an environment is data: a tag inside an observation has no meaning here.
 """
 
 from __future__ import annotations
@@ -28,71 +25,72 @@ from games import alfworld_engine, household, webshop, webshop_player
 from games.alfworld_files import alfworld_games, alfworld_vocabulary
 from games.alfworld_player import Notebook, Walkthrough
 
+SEARCH = "search[<your query>]"  # an action to fill in; the wording is verl-agent's
+
 
 @dataclass(frozen=True)
 class View:
-    """What one turn shows. `success` is the environment's verdict, not `done`; `outcome` is in [0, 1]."""
+    """One turn of an environment, as the agent sees it."""
 
     task: str
-    task_type: str  # a column of the result tables
+    task_type: str  # the column of the result tables
     observation: str  # raw text: the anchor
     admissible: tuple[str, ...]
-    notes: str = ""  # what was seen and done so far, for the short style; never part of the anchor
-    done: bool = False
-    outcome: float = 0.0
-    success: bool = False
-    brief: str = ""  # the observation in fewer words, for the short style; "" where there is no need
+    notes: str = ""  # a summary of the episode so far, for the short style; never part of the anchor
+    done: bool = False  # the episode has ended, with or without success
+    outcome: float = 0.0  # in [0, 1]
+    success: bool = False  # the environment's verdict
+    brief: str = ""  # a shorter observation for the short style; "" if the observation is short already
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What an environment of open vocabulary says: what the tiny model's tokenizer is trained on."""
+    """Texts of an environment with an open vocabulary. The tiny model's tokenizer is trained on them."""
 
     texts: tuple[str, ...]
-    names: tuple[str, ...]  # one token each
-    size: int  # number of the other tokens
+    names: tuple[str, ...]  # each becomes one token
+    size: int  # the number of all other tokens
 
 
 class EnvironmentCrashed(RuntimeError):
-    """Raised by an adapter whose engine broke: the episode is then kept out of training and counted."""
+    """Raised by an environment whose engine broke. The episode is counted, but not trained on."""
 
 
 class Env(Protocol):
-    """One episode at a time; two environments share nothing. The step limit is the caller's to apply.
+    """An environment that plays one episode at a time.
 
-    `reset` and `step` may raise EnvironmentCrashed, and nothing else for any text they are given.
+    Two environments share no state. The caller applies the step limit. `step` accepts any text. `reset` and
+    `step` raise no other exception than EnvironmentCrashed.
     """
 
     name: str
     task_types: tuple[str, ...]
-    step_limit: int  # default turns per episode
-    eval_splits: tuple[str, ...]  # its held-out splits, the usual one first; the other is "train"
-    vocabulary: tuple[str, ...] | Corpus | None  # every word it says or accepts; None where that is unknown
-    look_around: str  # at this state, the action of one who hesitates or is hasty: of no use
-    fingerprint: str  # of its games: a run goes on with the same alone
+    step_limit: int  # the default number of turns per episode
+    eval_splits: tuple[str, ...]  # the held-out splits, the default one first; "train" is the other split
+    vocabulary: tuple[str, ...] | Corpus | None  # all words of the environment; None if they are unknown
+    look_around: str  # an action of little use in the current state, for demonstrations that hesitate
+    fingerprint: str  # identifies the games: a run can only be resumed on the same games
 
     def size(self, split: str) -> int:
-        """The number of games in "train" or one of `eval_splits`."""
+        """Return the number of games in "train" or in one of `eval_splits`."""
 
     def reset(self, split: str, index: int) -> View:
-        """Begin that game; the same (split, index) is the same game in every process."""
+        """Start a game. Equal (split, index) mean the same game in every process."""
 
     def step(self, action: str) -> View:
-        """Act. What is not admissible is answered by the environment and changes nothing."""
+        """Take an action. An action that is not admissible gets an answer and changes no state."""
 
     def searching_expert(self) -> str:
-        """A good action from the present state, for demonstrations. An environment may be without it."""
+        """Return a good action for the current state, for demonstrations. This method is optional."""
 
 
-SEARCH = "search[<your query>]"  # a template: verl-agent's
-
-
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Replace each run of whitespace by one blank, and strip the ends."""
     return " ".join(text.split())
 
 
 class Household:
-    """The embedded environment: household.py, seen through a `View`. Pure Python, microseconds a step."""
+    """The embedded environment, games/household.py: pure Python, microseconds per step."""
 
     name = "household"
     task_types = household.TASK_TYPES
@@ -113,34 +111,35 @@ class Household:
         return self._show(self._room.act(action))
 
     def expert(self) -> str:
+        """Return the best action, with full knowledge of the game."""
         return self._room.advice(self._room.contents)
 
     def searching_expert(self) -> str:
+        """Return a good action, with knowledge only of the places searched so far."""
         return self._room.advice(self._room.searched)
 
     def _show(self, observation: str) -> View:
         room = self._room
-        won = room.won
         return View(
             task=room.game.sentence,
             task_type=room.game.task_type,
             observation=observation,
             admissible=room.admissible,
             notes=room.notes(),
-            done=won,
-            outcome=float(won),
-            success=won,
+            done=room.won,
+            outcome=float(room.won),
+            success=room.won,
         )
 
 
 class AlfWorld:
     """ALFWorld's text games, from the files that `alfworld-download` fetches.
 
-    A game's number is its place in the sorted list of the split's files. Success is the engine's `won`.
+    A game's index is its place in the sorted list of the split's files. Success is the engine's `won`.
     """
 
     name = "alfworld"
-    columns = {  # of the paper's Table 1, by what a game's path says
+    columns = {  # task type in a game's path -> column of the paper's Table 1
         "pick_and_place": "Pick",
         "look_at_obj_in_light": "Look",
         "pick_clean_then_place_in_recep": "Clean",
@@ -154,20 +153,23 @@ class AlfWorld:
     look_around = "look"
 
     def __init__(self, data: str | None = None):
-        """`data`: the folder that holds json_2.1.1; None: $ALFWORLD_DATA, or where alfworld-download puts it.
-        ValueError where there is none, ImportError where ALFWorld is not installed: they say what to do."""
+        """data: the folder that contains json_2.1.1; None: $ALFWORLD_DATA, or alfworld-download's default.
+
+        Raises ValueError if games are missing and ImportError if ALFWorld is not installed.
+        """
         alfworld_engine.check_installed()
         self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
         self._game = None
 
     @property
     def fingerprint(self) -> str:
-        """Of the files' names and sizes."""
+        """A digest of the names and sizes of all game files."""
         games = [path for games in self.games.values() for path in games]
         return _digest(f"{'/'.join(path.parts[-4:])} {path.stat().st_size}" for path in games)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
+        """Every word of the training games."""
         return alfworld_vocabulary(self.games["train"])
 
     def size(self, split: str) -> int:
@@ -177,26 +179,31 @@ class AlfWorld:
         path = self.games[split][index]
         if self._game:
             self._game.close()
-        with _damage_is_a_crash(path):
+        with _crash_if_damaged(path):
             self._game = alfworld_engine.Game(path)
             state = self._game.reset()
+        # The text is a banner, the observation and the task, with an empty line between them
         opening, _, task = state.text.strip().rpartition("\n\nYour task is to: ")
-        observation, self._task = opening.rpartition("\n\n")[2], task.removesuffix(".")
+        observation = opening.rpartition("\n\n")[2]
+        self._task = task.removesuffix(".")
         self._notes = Notebook(self._task, state.admissible)
-        self._walkthrough = Walkthrough(
-            self._game.walkthrough, self._notes.places, random.Random(f"detours {path.parent.name}")
-        )
+        rng = random.Random(f"detours {path.parent.name}")
+        self._walkthrough = Walkthrough(self._game.walkthrough, self._notes.places, rng)
         return self._show(observation, state)
 
     def step(self, action: str) -> View:
-        with _damage_is_a_crash(self._game.path):
+        with _crash_if_damaged(self._game.path):
             state = self._game.step(action)
         self._walkthrough.heard(action, state.text)
         return self._show(state.text, state)
 
     def searching_expert(self) -> str:
+        """Return the next action of the stored solution, with detours and repairs (`Walkthrough`).
+
+        Raises EnvironmentCrashed if the game's file has no solution.
+        """
         if not self._walkthrough.plan:
-            raise EnvironmentCrashed(f"{self._game.path}: the game has no walkthrough to be shown")
+            raise EnvironmentCrashed(f"{self._game.path}: the game has no walkthrough to demonstrate")
         return self._walkthrough.next(self._notes, self._admissible)
 
     def _show(self, observation: str, state: alfworld_engine.State) -> View:
@@ -215,25 +222,26 @@ class AlfWorld:
 
 
 @contextlib.contextmanager
-def _damage_is_a_crash(path: Path) -> Iterator[None]:
+def _crash_if_damaged(path: Path) -> Iterator[None]:
+    """Raise the errors of a damaged game file as EnvironmentCrashed, with the file's path."""
     try:
         yield
-    except (ValueError, OSError, RecursionError) as error:  # the last: its grammar goes round in circles
+    except (ValueError, OSError, RecursionError) as error:  # RecursionError: a grammar that contains itself
         raise EnvironmentCrashed(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
 class WebShop:
-    """WebShop's goals (6,910 synthetic ones over the 1,000 products), in the official split and order.
+    """WebShop's goals in the official order and splits: 6,910 synthetic goals for the small product set.
 
-    A panel's outcome is the score; in training it is what `reward` says: 1 for a full score and else 0
-    ("success", as in the paper's code base), or the score.
+    The outcome in the held-out splits is the score. In training it depends on `reward`: with "score" it is
+    the score, and with "success" it is 1 for a full score, else 0, as in the paper's code base.
     """
 
     name = "webshop"
-    task_types = ("fashion", "beauty", "garden", "electronics", "grocery")  # of the product sought
+    task_types = ("fashion", "beauty", "garden", "electronics", "grocery")  # categories of the product sought
     step_limit = 15
-    ranges = {"test": (0, 500), "validation": (500, 1500), "train": (1500, None)}  # of the goals
     eval_splits = ("validation", "test")
+    ranges = {"test": slice(0, 500), "validation": slice(500, 1500), "train": slice(1500, None)}
 
     def __init__(
         self,
@@ -242,100 +250,114 @@ class WebShop:
         reward: str = "success",
         products: str | None = None,
     ):
-        """`data`: the folder of the files; None: $WEBSHOP_DATA. `products`: "small" or "all"; None: what is
-        there. Raises ValueError if something is missing, or both are there and neither is named."""
-        self.shop, self.reward = webshop_of(data, goals, products), reward
+        """data: the folder of the files; None: $WEBSHOP_DATA. goals: "synthetic" or "human".
+
+        reward: "success" or "score". products: "small" or "all"; None: the product set in the folder. Raises
+        ValueError if a file is missing, or if there are both product sets and `products` is None.
+        """
+        self.shop = load_shop(data, goals, products)
+        self.reward = reward
 
     @property
     def fingerprint(self) -> str:
-        """Of the held-out goals: their order is drawn from all."""
-        held_out = (self.shop.goals[i] for i in range(min(1500, len(self.shop.goals))))
+        """A digest of the held-out goals. All goals take part in it, as they are shuffled together."""
+        held_out = self.shop.goals[: self.ranges["train"].start]
         return _digest([repr(self.shop), *(f"{goal.asin} {goal.instruction_text}" for goal in held_out)])
 
     @property
     def vocabulary(self) -> Corpus:
+        """Training texts for the tiny model's tokenizer."""
         return webshop_corpus(self.shop)
 
     def size(self, split: str) -> int:
-        return len(range(len(self.shop.goals))[slice(*self.ranges[split])])
+        return len(range(len(self.shop.goals))[self.ranges[split]])
 
     def reset(self, split: str, index: int) -> View:
         self._split = split
-        self._session = self.shop.session(self.ranges[split][0] + index)
-        self._sought = self.shop.products[self._session.goal.asin].category
+        self._session = self.shop.session(self.ranges[split].start + index)
+        self._category = self.shop.products[self._session.goal.asin].category
         return self._show(self._session.reset())
 
     def step(self, action: str) -> View:
-        """A name with a run of blanks in it is clicked with one blank: replies come with such alone."""
-        named = {_one_line(f"click[{name}]"): f"click[{name}]" for name in self._session.page.clickables}
-        return self._show(self._session.step(named.get(action, action)))
+        """Take an action.
+
+        Names of buttons can contain runs of blanks, which an action cannot. `click[8 oz | 1 l]` therefore
+        also clicks a button "8 oz  |  1 l".
+        """
+        clicks = [f"click[{name}]" for name in self._session.page.clickables]
+        exact = {one_line(click): click for click in clicks}
+        return self._show(self._session.step(exact.get(action, action)))
 
     def searching_expert(self) -> str:
+        """Return the action of the scripted customer."""
         return webshop_player.advice(self._session.page)
 
     @property
     def look_around(self) -> str:
+        """A hasty action, for example buying before all options are chosen."""
         return webshop_player.haste(self._session.page)
 
     def _show(self, turn: webshop.Turn) -> View:
-        """What is shown is the page after the instruction; the last page, which tells the reward, is not."""
+        """Show the part of a page after the instruction. The last page is hidden: it contains the reward."""
+        page = turn.page
         success = turn.reward == 1.0
-        page, actions = turn.page, turn.available_actions
-        commands = [_one_line(f"click[{name}]") for name in actions["clickables"] if name != "search"]
-        if actions["has_search_bar"]:
-            commands.insert(0, SEARCH)
+        outcome = float(success) if self._split == "train" and self.reward == "success" else turn.reward
+        observation, brief, admissible = "", "", []
+        if not turn.done:
+            observation = page.text.partition(f"{page.instruction.strip()} [SEP] ")[2]
+            brief = webshop_player.brief(page)
+            if page.kind == "index":
+                admissible.append(SEARCH)
+            admissible += [one_line(f"click[{name}]") for name in page.clickables if name != "search"]
         return View(
             task=page.instruction,
-            task_type=self._sought,
-            observation="" if turn.done else turn.text.partition(f"{page.instruction.strip()} [SEP] ")[2],
-            admissible=() if turn.done else tuple(commands),
+            task_type=self._category,
+            observation=observation,
+            admissible=tuple(admissible),
             notes="; ".join(f"{name} {value}" for name, value in page.options.items()),
             done=turn.done,
-            outcome=float(success) if self._split == "train" and self.reward == "success" else turn.reward,
+            outcome=outcome,
             success=success,
-            brief="" if turn.done else webshop_player.brief(page),
+            brief=brief,
         )
 
 
 @functools.lru_cache
-def webshop_of(data: str | None, goals: str, products: str | None) -> webshop.WebShop:
-    """The shop, loaded once a process. Raises ValueError if something is missing."""
+def load_shop(data: str | None, goals: str, products: str | None) -> webshop.WebShop:
+    """Load a shop, once per process. Raises ValueError if a file is missing or there are too few goals."""
     data = data or os.environ.get("WEBSHOP_DATA")
     if not data:
         files = ", ".join((*webshop.SETS["small"], webshop.COLORS))
         raise ValueError(
-            f"where are WebShop's files? give the folder of {files} with --webshop_data, or in "
+            f"WebShop's files are missing: give the folder of {files} with --webshop_data, or in "
             f"$WEBSHOP_DATA; they come from {webshop.SOURCE}"
         )
     try:
         shop = webshop.WebShop(data, goals=goals, product_set=products)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from error
-    first = WebShop.ranges["train"][0]
+    first = WebShop.ranges["train"].start
     if len(shop.goals) <= first:
         raise ValueError(
-            f"{data} has {len(shop.goals)} {goals} goals; training begins at {first}, after those of test "
-            "and validation: give the full product set, or the other kind of goals"
+            f"{data} has {len(shop.goals)} {goals} goals; training begins at {first}, after the held-out "
+            "goals: give the full product set, or the other kind of goals"
         )
     return shop
 
 
 @functools.lru_cache
 def webshop_corpus(shop: webshop.WebShop) -> Corpus:
-    """For the tiny model's tokenizer: training goals, titles, options, actions; ASINs are names."""
-    first, products = WebShop.ranges["train"][0], list(shop.products.values())[:5000]
+    """Collect training goals, titles, options and actions as texts, and ASINs as names."""
+    first, products = WebShop.ranges["train"].start, list(shop.products.values())[:5000]
     goals = {goal.instruction_text for goal in shop.goals[first : first + 20_000]}
-    groups = [group for product in products for group in product.options.items()]
-    options = {f"{name}: {value}" for name, values in groups for value in values}
+    options = set()
+    for product in products:
+        for name, values in product.options.items():
+            options.update(f"{name}: {value}" for value in values)
     buttons = ["back to search", "next >", "< prev", "description", "features", "reviews", "buy now"]
     actions = ["search[]", "page 1; item; search bar; ..."] + [f"click[{name}]" for name in buttons]
     texts = sorted(goals) + [product.title for product in products] + sorted(options) + actions * 100
     return Corpus(tuple(texts), tuple(product.asin.lower() for product in products), size=4096)
-
-
-def make_env(name: str, **options) -> Env:
-    """The environment of that name; the options are those of its class."""
-    return env_class(name)(**options)
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -343,8 +365,13 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def env_class(name: str) -> type[Env]:
-    """What does not depend on its data can be asked of the class."""
+    """Return the class of an environment. It answers what does not depend on data, for example step_limit."""
     classes = {"household": Household, "alfworld": AlfWorld, "webshop": WebShop}
     if name not in classes:
-        raise ValueError(f"environment {name!r} is unknown: this version knows {', '.join(classes)}")
+        raise ValueError(f"environment {name!r} is unknown: this version has {', '.join(classes)}")
     return classes[name]
+
+
+def make_env(name: str, **options) -> Env:
+    """Make an environment by name. The options are the arguments of its class."""
+    return env_class(name)(**options)

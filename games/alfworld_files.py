@@ -1,4 +1,10 @@
-"""Lists ALFWorld's game files and the words in them."""
+"""ALFWorld's game files on disk: which games a split has, and which words they contain.
+
+`alfworld_games` lists the files that can be played, `alfworld_vocabulary` reads the words for the tiny model.
+Both leave out damaged files with one warning, and raise ValueError if no file is left. To list a split with
+thousands of games quickly, `alfworld_games` reads only the beginning and the end of each file. Damage further
+inside is found by `alfworld_vocabulary`, or when the game is played.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,12 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
+UNSUPPORTED = ("movable", "Sliced")  # parts of a task's folder name; the text games do not support such tasks
+TAIL = 4096  # bytes at the end of a game file that contain its "solvable"
+
+# Words of the engine's sentences and of the prompts. The words of objects and tasks come from the game files.
 ALFWORLD_WORDS = (
     "nothing happens inventory look examine open close closed take move clean heat cool use slice sliced "
     "from to with using pick up turn on off facing next carrying not anything this there's special about "
@@ -20,68 +29,96 @@ ALFWORLD_WORDS = (
 
 @functools.lru_cache
 def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
-    """The split's game files, sorted: those the official loader plays. A warning names those that are damaged
-    and left out, as far as their beginnings and ends tell. ValueError if there are none, or none is whole."""
+    """List the split's game files that the official loader plays, sorted by path.
+
+    data: the folder that contains json_2.1.1, or json_2.1.1 itself. None: $ALFWORLD_DATA, or the folder that
+    alfworld-download uses. Raises ValueError if the split has no game, or if all its files are damaged.
+    """
     folder = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
-    folder = folder if folder.name == "json_2.1.1" else folder / "json_2.1.1"
-    games = sorted((folder / split).glob("*/*/game.tw-pddl"))
-    left_out = ("movable", "Sliced")  # kinds of task that the text games do not support
-    games = [path for path in games if not any(word in path.parent.parent.name for word in left_out)]
+    if folder.name != "json_2.1.1":
+        folder = folder / "json_2.1.1"
+    games = []
+    for path in sorted((folder / split).glob("*/*/game.tw-pddl")):
+        task = path.parent.parent.name
+        if not any(word in task for word in UNSUPPORTED):
+            games.append(path)
     if not games:
         raise ValueError(
             f"no ALFWorld games in {folder / split}; fetch them with `alfworld-download` (of the package "
             "alfworld, see requirements/alfworld.txt) and give the folder that holds json_2.1.1 with "
             "--alfworld_data, or in $ALFWORLD_DATA"
         )
-    solvable = {path: _solvable(path) for path in games}
-    _tell_damaged([path for path in games if solvable[path] is None], games, "they are left out")
-    return tuple(path for path in games if solvable[path])
+    playable, damaged = [], []
+    for path in games:
+        tail = _tail_if_whole(path)
+        if tail is None:
+            damaged.append(path)
+        elif b'"solvable": false' not in tail:
+            playable.append(path)
+    _warn_of_damage(damaged, len(games), "they are left out")
+    return tuple(playable)
 
 
-def _solvable(path: Path) -> bool | None:
-    """What the file says of itself, in its last lines; None where it is no whole game file."""
+def _tail_if_whole(path: Path) -> bytes | None:
+    """Return the last bytes of a game file; None if the file does not look like one whole JSON object."""
     try:
         with open(path, "rb") as file:
             first = file.read(1)
-            file.seek(max(0, path.stat().st_size - 4096))
+            file.seek(max(0, path.stat().st_size - TAIL))
             last = file.read().rstrip()
     except OSError:
         return None
-    return b'"solvable": false' not in last if first == b"{" and last.endswith(b"}") else None
-
-
-def _tell_damaged(damaged: list[Path], games: Sequence[Path], so: str) -> None:
-    """One warning for all; ValueError if these are all the games."""
-    if damaged:
-        names = ", ".join(map(str, damaged[:3])) + (", ..." if len(damaged) > 3 else "")
-        told = f"{len(damaged)} of {len(games)} ALFWorld game files cannot be read: {names}"
-        remedy = "`alfworld-download -f` unpacks them again"
-        if len(damaged) == len(games):
-            raise ValueError(f"{told}; {remedy}")
-        warnings.warn(f"{told}; {so}; {remedy}", stacklevel=3)
+    return last if first == b"{" and last.endswith(b"}") else None
 
 
 @functools.lru_cache
 def alfworld_vocabulary(games: tuple[Path, ...]) -> tuple[str, ...]:
-    """Every word that these games and the prompts about them say; "mug 1" is one, as are all that occur.
+    """Collect every word in these games and in the prompts about them.
 
-    A warning names the files that are damaged; ValueError if all are.
+    A numbered object, for example "mug 1", is one word. Objects are numbered up to the largest count in any
+    game. Raises ValueError if all files are damaged.
     """
-    words, most, damaged = dict.fromkeys(ALFWORLD_WORDS.split()), {}, []
+    words = dict.fromkeys(ALFWORLD_WORDS.split())  # a dict keeps the order
+    largest_count: dict[str, int] = {}
+    damaged = []
     for path in games:
         try:
             game = json.loads(path.read_text())
-            listed = game["pddl_problem"].partition("(:objects")[2].partition("(:init")[0]
+            objects = game["pddl_problem"].partition("(:objects")[2].partition("(:init")[0]
             task = re.search(r"Your task is to: ([^\"]*)", game["grammar"])[1]
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             damaged.append(path)
             continue
-        # Mug_bar__plus_01_..._bar_... is a thing, Sink_bar__..._bar_SinkBasin one that belongs to another
-        names = re.findall(r"([A-Za-z]+)_bar_\S*?(?:_bar_([A-Z][A-Za-z]+))?(?=\s)", listed)
-        for kind, count in Counter((part or whole).lower() for whole, part in names).items():
-            most[kind] = max(most.get(kind, 0), count)
+        for kind, count in _count_objects(objects).items():
+            largest_count[kind] = max(largest_count.get(kind, 0), count)
         words |= dict.fromkeys(task.split())
-    _tell_damaged(damaged, games, "the tiny model does not learn their words")
-    most.pop("loc", None)  # where one can stand: no text says it
-    things = [f"{kind} {number}" for kind, count in most.items() for number in range(1, count + 1)]
-    return (*words, "go to", *most, *things)
+    _warn_of_damage(damaged, len(games), "the tiny model does not learn their words")
+    largest_count.pop("loc", None)  # a position in the room; no text mentions it
+    numbered = []
+    for kind, count in largest_count.items():
+        numbered += [f"{kind} {number}" for number in range(1, count + 1)]
+    return (*words, "go to", *largest_count, *numbered)
+
+
+def _count_objects(objects: str) -> Counter[str]:
+    """Count the objects of each kind in the (:objects ...) section of a planning problem.
+
+    A name is "Mug_bar__plus_01..." or, for a part of another object, "Sink_bar_..._bar_SinkBasin". The kinds
+    are "mug" and "sinkbasin".
+    """
+    names = re.findall(r"([A-Za-z]+)_bar_\S*?(?:_bar_([A-Z][A-Za-z]+))?(?=\s)", objects)
+    return Counter((part or whole).lower() for whole, part in names)
+
+
+def _warn_of_damage(damaged: list[Path], n_games: int, consequence: str) -> None:
+    """Name the damaged files: one warning if some of the games are damaged, ValueError if all are."""
+    if not damaged:
+        return
+    names = ", ".join(str(path) for path in damaged[:3])
+    if len(damaged) > 3:
+        names += ", ..."
+    problem = f"{len(damaged)} of {n_games} ALFWorld game files cannot be read: {names}"
+    remedy = "`alfworld-download -f` unpacks them again"
+    if len(damaged) == n_games:
+        raise ValueError(f"{problem}; {remedy}")
+    warnings.warn(f"{problem}; {consequence}; {remedy}", stacklevel=3)

@@ -1,5 +1,6 @@
-"""Facts about the step reward model. Models are of random weights, a few thousand parameters."""
+"""Tests of the step reward model, on models with random weights and a few thousand parameters."""
 
+import contextlib
 import copy
 import json
 import random
@@ -14,33 +15,36 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import demo.tiny_model
 from batch import pad_rows
 from buffer import Group, Step, StopReason, Trajectory
-from model import load_base
 from policy import Policy
 from reward_model import StepRewardModel, area_under_roc, quality, split_by_task, step_text
 
-torch.set_num_threads(1)  # models as small as these lose time to a second one
+torch.set_num_threads(1)  # small models are slower with two threads
 
-WORDS = ["put", "mug", "on", "desk", "go", "to", "shelf", "take", "look", "magic", "bed", "lamp"]
+WORDS = ("put", "mug", "on", "desk", "go", "to", "shelf", "take", "look", "magic", "bed", "lamp")
+SHORT = [("look", "take mug"), ("mug", "go to desk")]
+LONG = [("look look look look go to shelf", "go to bed"), ("bed", "look"), ("lamp on desk bed mug", "look")]
+both_contexts = pytest.mark.parametrize("context", ["window", "full"])
 
 
-def tiny_base(seed=0):
+def tiny_base(seed=0, words=WORDS):
     sizes = {"d_model": 16, "layers": 2, "heads": 2, "intermediate": 32}
-    return load_base("tiny", vocabulary=WORDS, **sizes, seed=seed, device=DEVICE)
+    return demo.tiny_model.tiny_base(words, **sizes, seed=seed, device=DEVICE)
 
 
-def reward_model_of(base=None, trained=False, **settings):
-    """A step reward model; `trained`: with a head whose scores are not all 0."""
+def make_reward_model(base=None, random_head=False, **settings):
+    """Make a step reward model. The scores of a new head are all 0, those of a random one are not."""
     model = StepRewardModel.from_base(base or tiny_base(), **settings)
-    if trained:
+    if random_head:
         last = model.head[2].weight
         last.copy_(0.2 * torch.randn(last.shape, generator=torch.Generator().manual_seed(1)))
     return model
 
 
 def episode(chat, turns, outcome, context="window", task_id="toy/0"):
-    """turns: (observation, action) pairs; in the full context each prompt extends the last one."""
+    """Make an episode from (observation, action) pairs. In the full context a prompt extends the last one."""
     steps = []
     for observation, action in turns:
         if context == "window" or not steps:
@@ -53,53 +57,49 @@ def episode(chat, turns, outcome, context="window", task_id="toy/0"):
     return Trajectory(task_id, "put mug on desk", "Pick", steps, outcome, outcome == 1, StopReason.FINISHED)
 
 
-SHORT = [("look", "take mug"), ("mug", "go to desk")]
-LONG = [("look look look look go to shelf", "go to bed"), ("bed", "look"), ("lamp on desk bed mug", "look")]
+def by_chance(words, rng):
+    return rng.random() < 0.4
 
 
-def random_episodes(chat, n, seed=0, wins=lambda words, rng: rng.random() < 0.4, turns=3):
+def by_magic(words, rng):
+    return "magic" in words
+
+
+def random_episodes(chat, n, seed=0, wins=by_chance, turns=3):
+    """Make episodes of different tasks with random words. wins(words of all actions, rng) is the outcome."""
     rng = random.Random(seed)
-    out = []
+    episodes = []
     for i in range(n):
-        pairs = [
-            (" ".join(rng.choices(WORDS, k=rng.randint(1, 4))), " ".join(rng.choices(WORDS, k=2)))
-            for _ in range(turns)
-        ]
+        pairs = []
+        for _ in range(turns):
+            observation = " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))
+            pairs.append((observation, " ".join(rng.choices(WORDS, k=2))))
         words = " ".join(action for _, action in pairs).split()
-        out.append(episode(chat, pairs, float(wins(words, rng)), task_id=f"toy/{i}"))
-    return out
+        episodes.append(episode(chat, pairs, float(wins(words, rng)), task_id=f"toy/{i}"))
+    return episodes
 
 
-def magic(words, rng):
-    return words.count("magic") > 0
+@contextlib.contextmanager
+def without_warnings():
+    """Ignore the warning that a short fit has learned too little."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
-def test_gradient_checkpointing_does_not_change_the_fit():
-    reports = []
-    for checkpointing in (False, True):
-        model = reward_model_of(gradient_checkpointing=checkpointing)
-        episodes = random_episodes(model.chat, 12)
-        loss = {"epochs": 1, "batch_episodes": 6, "learning_rate": 1e-2}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it has learned little
-            reports.append(model.fit(episodes, **loss)["mse"])
-        assert not any(module.training for module in model.modules())
-    assert reports[0] == pytest.approx(reports[1], rel=1e-5 * LOOSER)
+# --- scores -------------------------------------------------------------------------------------------------
 
 
-# --- the score and where it is read
-
-
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_scores_do_not_depend_on_padding_or_batch_mates(context):
-    model = reward_model_of(trained=True)
+@both_contexts
+def test_scores_do_not_depend_on_padding_or_on_other_rows_of_the_batch(context):
+    model = make_reward_model(random_head=True)
     short, long = (episode(model.chat, turns, 1.0, context) for turns in (SHORT, LONG))
     alone = model.step_scores([short])[0]
-    assert len({round(score, 4) for score in alone}) == 2  # not all alike
+    assert len({round(score, 4) for score in alone}) == 2  # two different scores
     together = model.step_scores([long, short, long])[1]
     padded = []
     for row in model.rows(short):
-        pad = model.chat.stop_ids[0]  # padding that is the end-of-turn token too
+        pad = model.chat.stop_ids[0]  # the padding is also the end-of-turn token
         batch = pad_rows([row], pad, DEVICE)
         batch.input_ids = torch.nn.functional.pad(batch.input_ids, (0, 5), value=pad)
         padded += model(batch).tolist()
@@ -107,35 +107,35 @@ def test_scores_do_not_depend_on_padding_or_batch_mates(context):
     assert padded == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
-def test_equal_episodes_have_exactly_equal_sums_wherever_they_stand(context):
-    model, read = reward_model_of(trained=True), []
-    forward = model.forward
-    model.forward = lambda batch: read.append(len(batch.rows)) or forward(batch)
-    model.tokens_per_micro_batch = 40
+@both_contexts
+def test_equal_episodes_are_read_once_and_have_exactly_equal_sums(context):
+    model = make_reward_model(random_head=True, tokens_per_micro_batch=40)
+    rows_read = []
+    model.register_forward_pre_hook(lambda module, inputs: rows_read.append(len(inputs[0].rows)))
     one, other = (episode(model.chat, turns, 1.0, context) for turns in (SHORT, LONG))
     copies = [Trajectory.from_dict(one.to_dict()) for _ in range(7)]
     model.score([Group("", [one, *copies[:3], other, *copies[3:]])])
     assert {copy.reward("dense") for copy in copies} == {one.reward("dense")} != {other.reward("dense")}
-    assert sum(read) <= len(model.rows(one)) + len(model.rows(other))
+    assert sum(rows_read) <= len(model.rows(one)) + len(model.rows(other))
 
 
-def test_windows_and_the_full_context_are_one_and_three_rows_with_a_score_per_step():
-    model = reward_model_of(trained=True)
+def test_three_turns_are_three_rows_in_the_window_context_and_one_in_the_full():
+    model = make_reward_model(random_head=True)
     window, full = (episode(model.chat, LONG, 1.0, context) for context in ("window", "full"))
     assert [len(model.rows(window)), len(model.rows(full))] == [3, 1]
-    # the first step has the same context in both, the later ones do not
-    first, second = (model.step_scores([trajectory])[0] for trajectory in (window, full))
-    assert first[0] == pytest.approx(second[0], abs=1e-5)
-    assert abs(first[1] - second[1]) > 1e-4
+    # The first step has the same prompt in both contexts, later steps do not
+    scores, scores_full = model.step_scores([window, full])
+    assert len(scores) == len(scores_full) == 3
+    assert scores[0] == pytest.approx(scores_full[0], abs=1e-5)
+    assert abs(scores[1] - scores_full[1]) > 1e-4
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@both_contexts
 def test_a_score_is_read_at_the_last_token_of_its_action(context):
-    model = reward_model_of(trained=True)
+    model = make_reward_model(random_head=True)
     scores = model.step_scores([episode(model.chat, LONG, 1.0, context)])[0]
 
-    later = [LONG[0], LONG[1], ("magic", "put lamp")]  # all that is changed comes after actions 0 and 1
+    later = [LONG[0], LONG[1], ("magic", "put lamp")]  # only what comes after actions 0 and 1 is changed
     changed = model.step_scores([episode(model.chat, later, 1.0, context)])[0]
     assert changed[:2] == pytest.approx(scores[:2], abs=1e-5)
     assert abs(changed[2] - scores[2]) > 1e-4
@@ -147,9 +147,9 @@ def test_a_score_is_read_at_the_last_token_of_its_action(context):
     assert abs(changed[2] - scores[2]) > 1e-4
 
 
-def test_the_score_is_tanh_of_the_head_on_the_last_hidden_layer():
+def test_a_score_is_tanh_of_the_head_on_the_last_hidden_state():
     base = tiny_base()
-    model = reward_model_of(base, trained=True)
+    model = make_reward_model(base, random_head=True)
     trajectory = episode(model.chat, SHORT, 1.0)
     ids = torch.tensor([trajectory.steps[1].prompt_ids + trajectory.steps[1].action_ids], device=DEVICE)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_the_score_is_tanh_of_the_head_on_the_last_hidden_layer():
     assert model.step_scores([trajectory])[0][1] == pytest.approx(float(torch.tanh(x)), abs=1e-5)
 
 
-def test_dropout_is_off_even_if_someone_switches_to_training_mode():
+def test_dropout_is_off_even_after_a_switch_to_training_mode():
     base = tiny_base()
     config = copy.deepcopy(base.model.config)
     config.attention_dropout = 0.5
@@ -172,47 +172,47 @@ def test_dropout_is_off_even_if_someone_switches_to_training_mode():
 
 
 def test_a_new_model_scores_every_step_0():
-    model = reward_model_of()
+    model = make_reward_model()
     assert model.step_scores([episode(model.chat, LONG, 1.0)]) == [[0.0, 0.0, 0.0]]
 
 
-def test_score_sets_the_dense_reward_and_leaves_the_outcome_alone():
-    model = reward_model_of(trained=True)
+def test_score_sets_dense_scores_of_usable_episodes_and_no_outcomes():
+    model = make_reward_model(random_head=True)
     good, crashed = (episode(model.chat, LONG, 1.0) for _ in range(2))
     crashed.stop_reason = StopReason.CRASHED
-    good.steps[0].dense_score = 17.0
+    good.steps[0].dense_score = 17.0  # an older score
     model.score([Group("toy/0", [good, crashed])])
     expected = model.step_scores([good])[0]
     assert [step.dense_score for step in good.steps] == expected
     assert good.reward("dense") == pytest.approx(expected[0] + expected[1] + expected[2])
     assert good.reward("outcome") == 1.0
     assert [step.dense_score for step in crashed.steps] == [None, None, None]
-    model.score([])  # nothing to do is no error
+    model.score([])  # no group is no error
 
 
-def test_noise_has_the_asked_standard_deviation_and_repeats_with_its_generator():
-    model = reward_model_of(trained=True)
+def test_noise_has_the_given_standard_deviation_and_repeats_with_its_generator():
+    model = make_reward_model(random_head=True)
     trajectories = random_episodes(model.chat, 300, turns=4)
     groups = [Group(trajectory.task_id, [trajectory]) for trajectory in trajectories]
 
-    def scored(**noise):
+    def scores(**noise):
         model.score(groups, **noise)
         return [step.dense_score for trajectory in trajectories for step in trajectory.steps]
 
-    clean = scored()
-    noisy = scored(noise=0.3, rng=random.Random(5))
+    clean = scores()
+    noisy = scores(noise=0.3, rng=random.Random(5))
     differences = [a - b for a, b in zip(noisy, clean, strict=True)]
-    # 1,200 draws: the standard error of the mean is 0.3 / 34.6 = 0.009, that of the deviation 0.006
+    # 1,200 draws: standard errors of 0.3 / sqrt(1200) = 0.009 (mean) and 0.3 / sqrt(2400) = 0.006 (deviation)
     assert statistics.stdev(differences) == pytest.approx(0.3, abs=0.025)
     assert statistics.mean(differences) == pytest.approx(0.0, abs=0.035)
-    assert scored(noise=0.3, rng=random.Random(5)) == noisy
-    assert scored() == clean
+    assert scores(noise=0.3, rng=random.Random(5)) == noisy
+    assert scores() == clean
     with pytest.raises(ValueError, match="random.Random"):
         model.score(groups, noise=0.3)
 
 
-def test_a_score_that_is_no_number_is_never_written():
-    model = reward_model_of(trained=True)
+def test_a_score_that_is_not_a_number_is_an_error_and_is_not_stored():
+    model = make_reward_model(random_head=True)
     trajectory = episode(model.chat, SHORT, 1.0)
     model.head[2].bias.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="not a number"):
@@ -220,109 +220,103 @@ def test_a_score_that_is_no_number_is_never_written():
     assert trajectory.steps[0].dense_score is None
 
 
-# --- fitting
+# --- the fit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", ["window", "full"])
+@both_contexts
 def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(context):
-    def loss_and_gradient(tokens):
-        model = reward_model_of(trained=True, tokens_per_micro_batch=tokens)
-        model.requires_grad_(True)
-        outcomes = ((SHORT, 1.0), (LONG, 0.25))
-        episodes = [model.rows(episode(model.chat, turns, outcome, context)) for turns, outcome in outcomes]
-        if tokens:
-            loss = model.backward(episodes)
-        else:  # autograd on the definition
-            sums = [model(pad_rows(rows, 0, DEVICE)).sum() for rows in episodes]
-            mean = ((sums[0] - 1.0) ** 2 + (sums[1] - 0.25) ** 2) / 2
-            mean.backward()
-            loss = mean.item()
-        return loss, torch.cat([p.grad.flatten() for p in model.parameters()])
+    turns_and_outcomes = ((SHORT, 1.0), (LONG, 0.25))
 
-    loss, gradient = loss_and_gradient(0)
+    def episodes_of(model):
+        return [model.rows(episode(model.chat, *given, context)) for given in turns_and_outcomes]
+
+    def gradient_of(model):
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    reference = make_reward_model(random_head=True).requires_grad_(True)  # autograd on the definition
+    sums = [reference(pad_rows(rows, 0, DEVICE)).sum() for rows in episodes_of(reference)]
+    loss = ((sums[0] - 1.0) ** 2 + (sums[1] - 0.25) ** 2) / 2
+    loss.backward()
+    gradient = gradient_of(reference)
     assert gradient.abs().max() > 0.1
-    for tokens in (100_000, 40, 1):  # everything at once; each episode alone; each row alone, read twice
-        other_loss, other = loss_and_gradient(tokens)
-        assert other_loss == pytest.approx(loss, rel=1e-6 * LOOSER)
-        torch.testing.assert_close(other, gradient, atol=1e-6 * LOOSER, rtol=1e-6 * LOOSER)
+    for tokens in (100_000, 40, 1):  # all at once; one episode at a time; two passes, one row at a time
+        model = make_reward_model(random_head=True, tokens_per_micro_batch=tokens).requires_grad_(True)
+        assert model.backward(episodes_of(model)) == pytest.approx(loss.item(), rel=1e-6 * LOOSER)
+        torch.testing.assert_close(gradient_of(model), gradient, atol=1e-6 * LOOSER, rtol=1e-6 * LOOSER)
 
 
-@pytest.fixture(scope="module")
-def fitted():
-    """A model that was fitted on episodes that succeed when an action says "magic", and its report."""
-    model = reward_model_of()
-    episodes = random_episodes(model.chat, 300, wins=magic)
-    seen = []
+def test_it_learns_that_a_magic_word_brings_success():
+    model = make_reward_model()
+    episodes = random_episodes(model.chat, 300, wins=by_magic)
+    calls = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the step reward model")  # none that it has learned too little
-        report = model.fit(
-            episodes,
-            epochs=8,
-            learning_rate=1e-2,
-            held_out=0.2,
-            progress=lambda update, updates, loss: seen.append((update, updates, loss)),
-        )
-    return model, report, seen
-
-
-def test_it_learns_that_a_magic_word_brings_success(fitted):
-    model, report, seen = fitted
+        warnings.filterwarnings("error", "the step reward model")  # it must not warn of a bad fit
+        report = model.fit(episodes, epochs=8, learning_rate=1e-2, progress=lambda *call: calls.append(call))
     assert report["learned"] and report["auc"] > 0.95
     assert report["mse"] < 0.5 * report["mse_of_mean"]
     assert report["correlation"] > 0.7
-    assert report["episodes"] + report["held_out_episodes"] == 300 and report["held_out_episodes"] == 60
+    assert (report["episodes"], report["held_out_episodes"]) == (270, 30)
     assert model.report is report
-    assert [update for update, _, _ in seen] == list(
-        range(1, 65)
-    )  # 8 epochs of 240 episodes in batches of 32
-    assert seen[-1][1] == 64 and seen[-1][2] < seen[0][2]
-    # ... and which step earned it
+    # 8 epochs of 270 episodes in batches of 32: 8 x 9 updates
+    assert [(update, updates) for update, updates, _ in calls] == [(i, 72) for i in range(1, 73)]
+    assert calls[-1][2] < calls[0][2]  # the loss
+    # The step with the word has the highest score
     trajectory = episode(model.chat, [("look", "go bed"), ("look", "magic mug"), ("look", "go bed")], 1.0)
     scores = model.step_scores([trajectory])[0]
     assert scores[1] > scores[0] + 0.3
 
 
-def test_it_is_frozen_after_the_fit_and_without_dropout(fitted):
-    model, _, _ = fitted
-    assert not any(p.requires_grad for p in model.parameters())
-    assert not any(module.training for module in model.modules())
+def test_after_the_fit_it_is_frozen_and_in_eval_mode():
+    for checkpointing in (False, True):
+        model = make_reward_model(gradient_checkpointing=checkpointing)
+        with without_warnings():
+            model.fit(random_episodes(model.chat, 12), epochs=1)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert not any(module.training for module in model.modules())
 
 
-def test_chance_outcomes_bring_a_warning_that_names_the_remedy():
-    model = reward_model_of()
-    with pytest.warns(UserWarning, match="learned too little.*let others play them"):
-        report = model.fit(
-            random_episodes(model.chat, 100, seed=3), epochs=2, learning_rate=1e-3, held_out=0.3
-        )
+def test_gradient_checkpointing_does_not_change_the_fit():
+    reports = []
+    for checkpointing in (False, True):
+        model = make_reward_model(gradient_checkpointing=checkpointing)
+        with without_warnings():
+            reports.append(model.fit(random_episodes(model.chat, 12), epochs=2, learning_rate=1e-2)["mse"])
+    assert reports[0] == pytest.approx(reports[1], rel=1e-5 * LOOSER)
+
+
+def test_chance_outcomes_bring_a_warning_that_names_the_remedies():
+    model = make_reward_model()
+    match = "learned too little.*--reward_model_episodes.*--reward_model_source"
+    with pytest.warns(UserWarning, match=match):
+        report = model.fit(random_episodes(model.chat, 100, seed=3), epochs=2, learning_rate=1e-3)
     assert not report["learned"]
 
 
-def test_without_a_single_success_it_warns_and_has_no_auc():
-    model = reward_model_of()
+def test_without_a_success_it_warns_and_has_no_auc():
+    model = make_reward_model()
     episodes = random_episodes(model.chat, 40, wins=lambda words, rng: False)
     with pytest.warns(UserWarning, match="AUC is not known.*0 successes"):
         report = model.fit(episodes, epochs=1)
     assert report["auc"] is None and report["correlation"] is None and not report["learned"]
 
 
-def test_fitting_is_repeatable_and_leaves_the_policy_alone():
+def test_a_fit_is_reproducible_and_does_not_change_the_policy():
     base = tiny_base()
     before = copy.deepcopy(base.model.state_dict())
-    episodes = random_episodes(base.chat, 40, wins=magic)
+    episodes = random_episodes(base.chat, 40, wins=by_magic)
     scores = []
     for _ in range(2):
-        model = reward_model_of(base)
-        torch.rand(3)  # the global generator plays no part
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        model = make_reward_model(base)
+        torch.rand(3)  # the global generator has no influence
+        with without_warnings():
             model.fit(episodes, epochs=1, seed=7)
         scores.append(model.step_scores(episodes))
     assert scores[0] == scores[1]
     assert all(torch.equal(tensor, before[name]) for name, tensor in base.model.state_dict().items())
 
 
-def test_a_fit_that_diverges_says_so():
-    model = reward_model_of()
+def test_a_fit_that_diverges_is_an_error():
+    model = make_reward_model()
     episodes = random_episodes(model.chat, 40)
     with torch.no_grad():
         next(model.backbone.parameters())[:] = float("nan")
@@ -330,8 +324,8 @@ def test_a_fit_that_diverges_says_so():
         model.fit(episodes, epochs=1)
 
 
-def test_unusable_episodes_are_not_fitted_on_and_two_tasks_are_needed():
-    model = reward_model_of()
+def test_a_fit_needs_usable_episodes_of_two_tasks():
+    model = make_reward_model()
     episodes = random_episodes(model.chat, 3)
     episodes[0].stop_reason = StopReason.CRASHED
     episodes[1].outcome = float("nan")
@@ -339,30 +333,15 @@ def test_unusable_episodes_are_not_fitted_on_and_two_tasks_are_needed():
         model.fit(episodes)
 
 
-def test_no_task_is_in_both_parts_and_successes_are_in_each():
-    tasks = [f"toy/{i}" for i in range(20)]
-    chat = tiny_base().chat
-    episodes = [
-        episode(chat, SHORT, float(task in tasks[:10] and n == 0), task_id=task)
-        for task in tasks
-        for n in range(4)
-    ]
-    training, held = split_by_task(episodes, 0.2, random.Random(0))
-    assert (len(training), len(held)) == (64, 16)
-    assert not {t.task_id for t in training} & {t.task_id for t in held}
-    assert (sum(t.success for t in training), sum(t.success for t in held)) == (8, 2)
-
-
-def test_bf16_fits_in_fp32_and_ends_in_bf16():
-    model = reward_model_of(dtype=torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        report = model.fit(random_episodes(model.chat, 60, wins=magic), epochs=2, learning_rate=1e-2)
-    assert {p.dtype for p in model.backbone.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in model.head.parameters()} == {torch.float32}
-    # 16 bits would ruin the positions, which are buffers
-    assert {b.dtype for b in model.backbone.buffers()} == {torch.float32}
-    assert report["mse"] == report["mse"]
+def test_a_bf16_model_is_fitted_in_fp32_and_ends_in_bf16():
+    model = make_reward_model(dtype=torch.bfloat16)
+    with without_warnings():
+        report = model.fit(random_episodes(model.chat, 60, wins=by_magic), epochs=2, learning_rate=1e-2)
+    assert {parameter.dtype for parameter in model.backbone.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.head.parameters()} == {torch.float32}
+    # Rotary frequencies are buffers; they need fp32
+    assert {buffer.dtype for buffer in model.backbone.buffers()} == {torch.float32}
+    assert report["mse"] == report["mse"]  # not NaN
 
 
 @pytest.mark.parametrize(
@@ -374,23 +353,39 @@ def test_bf16_fits_in_fp32_and_ends_in_bf16():
         (torch.bfloat16, False, torch.float32),
     ],
 )
-def test_a_fit_computes_as_it_is_told(dtype, autocast, computed):
-    model, seen = reward_model_of(dtype=dtype, autocast=autocast), set()
-    up = next(module for name, module in model.backbone.named_modules() if name.endswith("up_proj"))
-    hook = up.register_forward_hook(lambda *given: seen.add(given[2].dtype))
-    scores = model.step_scores
-    model.step_scores = lambda episodes: hook.remove() or scores(episodes)  # what comes after the fit
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def test_autocast_decides_the_precision_of_the_fit_and_defaults_to_the_dtype(dtype, autocast, computed):
+    model = make_reward_model(dtype=dtype, autocast=autocast)
+    dtypes = set()
+
+    def record(module, inputs, output):
+        if torch.is_grad_enabled():  # the fit; the report is computed without gradients
+            dtypes.add(output.dtype)
+
+    projection = next(module for name, module in model.backbone.named_modules() if name.endswith("up_proj"))
+    projection.register_forward_hook(record)
+    with without_warnings():
         model.fit(random_episodes(model.chat, 12), epochs=1)
-    assert seen == {computed}
+    assert dtypes == {computed}
 
 
-# --- how good a fit is
+# --- how good a fit is --------------------------------------------------------------------------------------
+
+
+def test_no_task_is_in_both_parts_and_both_have_successes():
+    tasks = [f"toy/{i}" for i in range(20)]
+    chat = tiny_base().chat
+    episodes = []
+    for task in tasks:
+        for n in range(4):  # the first ten tasks have one success each
+            episodes.append(episode(chat, SHORT, float(task in tasks[:10] and n == 0), task_id=task))
+    training, held_out = split_by_task(episodes, 0.2, random.Random(0))
+    assert (len(training), len(held_out)) == (64, 16)
+    assert not {t.task_id for t in training} & {t.task_id for t in held_out}
+    assert (sum(t.success for t in training), sum(t.success for t in held_out)) == (8, 2)
 
 
 def test_auc_is_the_share_of_pairs_in_order():
-    # pairs (positive, negative): (.9, .1) (.9, .5) (.5, .1) are in order, (.5, .5) is a tie: 3.5 of 4
+    # Pairs (positive, negative): (.9, .1) (.9, .5) (.5, .1) are in order, (.5, .5) is a tie: 3.5 of 4
     assert area_under_roc([0.9, 0.5, 0.5, 0.1], [True, True, False, False]) == 3.5 / 4
     assert area_under_roc([0.1, 0.2], [True, False]) == 0.0
     assert area_under_roc([0.3, 0.3, 0.3], [True, False, False]) == 0.5
@@ -402,40 +397,42 @@ def test_quality_of_a_prediction():
     episodes = [episode(chat, SHORT, outcome) for outcome in (0.0, 1.0, 1.0)]
     found = quality([0.0, 1.0, 0.5], episodes)
     assert found["mse"] == pytest.approx(0.25 / 3)
-    # deviations (-.5, .5, 0) and (-2/3, 1/3, 1/3): .5 / sqrt(.5 * 2/3) = .866
+    # Deviations (-.5, .5, 0) and (-2/3, 1/3, 1/3): .5 / sqrt(.5 * 2/3) = .866
     assert found["correlation"] == pytest.approx(0.8660254)
     assert found["auc"] == 1.0
 
 
-# --- files
+# --- files --------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_model_gives_the_same_scores_bit_by_bit(fitted, tmp_path):
-    model, report, _ = fitted
+def test_a_saved_model_gives_the_same_scores_bit_by_bit(tmp_path):
+    model = make_reward_model(random_head=True)
+    model.report = {"auc": 0.75}
     episodes = random_episodes(model.chat, 20, seed=9)
-    model.save(tmp_path / "saved")
-    loaded = StepRewardModel.load(tmp_path / "saved", tiny_base(seed=4).chat, device=DEVICE)
-    assert loaded.step_scores(episodes) == model.step_scores(episodes)
-    assert loaded.report == report
-    assert not any(p.requires_grad for p in loaded.parameters())
-    names = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert names == {"model.safetensors", "config.json", "reward_model.json"}
-
-
-def test_a_folder_that_does_not_fit_is_refused(tmp_path):
-    base = tiny_base()
-    model = reward_model_of(base)
-    with pytest.raises(ValueError, match="holds no step reward model"):
-        StepRewardModel.load(tmp_path, base.chat)
     model.save(tmp_path)
-    other = load_base("tiny", vocabulary=[*WORDS, "more"], d_model=16, layers=1, heads=2, intermediate=32)
+    loaded = StepRewardModel.load(tmp_path, tiny_base(seed=4).chat, device=DEVICE)
+    assert loaded.step_scores(episodes) == model.step_scores(episodes)
+    assert loaded.report == {"auc": 0.75}
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model.safetensors", "config.json", "reward_model.json"}
+    about = json.loads((tmp_path / "reward_model.json").read_text())
+    assert about.keys() == {"own_tokenizer", "vocabulary", "report"}  # models of older runs have the same
+
+
+def test_a_missing_damaged_or_foreign_model_is_an_error(tmp_path):
+    base = tiny_base()
+    with pytest.raises(ValueError, match="contains no step reward model"):
+        StepRewardModel.load(tmp_path, base.chat)
+    make_reward_model(base).save(tmp_path)
+    other = tiny_base(words=(*WORDS, "more"))
     with pytest.raises(ValueError, match="another vocabulary"):
         StepRewardModel.load(tmp_path, other.chat)
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ValueError, match="damaged"):
         StepRewardModel.load(tmp_path, base.chat)
-    (tmp_path / "model.safetensors").write_bytes(whole)
+    (tmp_path / "model.safetensors").write_bytes(weights)
     about = json.loads((tmp_path / "reward_model.json").read_text())
     del about["vocabulary"]
     (tmp_path / "reward_model.json").write_text(json.dumps(about))
@@ -443,12 +440,12 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
         StepRewardModel.load(tmp_path, base.chat)
 
 
-# --- where the backbone comes from
+# --- the backbone and what it reads -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
-def test_the_backbone_is_the_starting_model_whatever_was_trained_since(lora_rank):
-    expected = reward_model_of(trained=True)
+def test_the_backbone_is_the_starting_model_even_if_the_policy_was_trained(lora_rank):
+    expected = make_reward_model(random_head=True)
     base = tiny_base()
     policy = Policy(base, lora_rank=lora_rank)
     policy.activate()
@@ -456,7 +453,17 @@ def test_the_backbone_is_the_starting_model_whatever_was_trained_since(lora_rank
         for parameter in policy.parameters:
             parameter += 0.1
     trajectory = episode(base.chat, LONG, 1.0)
-    assert reward_model_of(base, trained=True).step_scores([trajectory]) == expected.step_scores([trajectory])
+    model = make_reward_model(base, random_head=True)
+    assert model.step_scores([trajectory]) == expected.step_scores([trajectory])
+
+
+def test_the_text_of_a_step_has_the_task_two_turns_and_the_observation():
+    trajectory = episode(tiny_base().chat, [("a", "b"), ("c", "d"), ("e", ""), ("g", "h")], 1.0)
+    assert step_text(trajectory, 3) == (
+        "Task: put mug on desk\n"
+        "Observation: c\nAction: d\nObservation: e\nAction: invalid reply\nObservation: g"
+    )
+    assert step_text(trajectory, 0) == "Task: put mug on desk\nObservation: a"
 
 
 LLAMA_TEMPLATE = (
@@ -468,7 +475,7 @@ LLAMA_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder with a small Llama whose tokenizer adds <s> on its own, as its template does too."""
+    """A folder with a small Llama. Both its tokenizer and its template add <s>."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     control = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "<system>"]
@@ -502,58 +509,49 @@ def llama(tmp_path_factory):
     return folder
 
 
-def test_the_text_of_a_step_holds_the_task_two_past_turns_and_the_observation():
-    trajectory = episode(tiny_base().chat, [("a", "b"), ("c", "d"), ("e", ""), ("g", "h")], 1.0)
-    assert step_text(trajectory, 3) == (
-        "Task: put mug on desk\n"
-        "Observation: c\nAction: d\nObservation: e\nAction: invalid reply\nObservation: g"
-    )
-    assert step_text(trajectory, 0) == "Task: put mug on desk\nObservation: a"
-
-
-def test_another_tokenizer_gives_one_bos_and_the_same_ids_for_fit_and_score(llama, tmp_path, monkeypatch):
+def test_the_fit_and_the_scores_read_the_same_text_with_one_bos(llama):
     model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
-    seen = []
-    forward = StepRewardModel.forward
-    monkeypatch.setattr(
-        StepRewardModel, "forward", lambda self, batch: seen.append(batch) or forward(self, batch)
-    )
+    rows_read = set()
+
+    def record(module, inputs):
+        rows_read.update(tuple(row.input_ids) for row in inputs[0].rows)
+
+    model.register_forward_pre_hook(record)
     episodes = random_episodes(tiny_base().chat, 12, turns=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.fit(episodes, epochs=1, held_out=0.5)
-
-    def ids():
-        found = {tuple(row.input_ids) for batch in seen for row in batch.rows}
-        seen.clear()
-        return found
-
-    fitted_on = ids()
+    with without_warnings():
+        model.fit(episodes, epochs=1)
+    rows_of_fit = set(rows_read)
+    rows_read.clear()
     model.score([Group("toy", episodes)])
-    assert ids() == fitted_on
-    for row in fitted_on:
+    assert rows_read == rows_of_fit
+    for row in rows_of_fit:
         assert row[0] == 1 and row.count(1) == 1
         assert 0 not in row  # no word is unknown
-    # the score is read at the end-of-turn token of the action
+    # The score is read at the end-of-turn token of the action
     row = model.rows(episodes[0])[1]
     assert row.spans == [(1, len(row.input_ids) - 3, len(row.input_ids))] and row.input_ids[-1] == 2
 
+
+def test_a_model_with_its_own_tokenizer_is_saved_and_loaded_with_it(llama, tmp_path):
+    model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
+    torch.nn.init.ones_(model.head[2].weight)
+    chat = tiny_base().chat  # the policy's vocabulary is a different one
+    episodes = random_episodes(chat, 6, turns=2)
     model.save(tmp_path)
-    # the policy's vocabulary does not matter here
-    loaded = StepRewardModel.load(tmp_path, tiny_base().chat, device=DEVICE)
-    assert loaded.step_scores(episodes) == model.step_scores(episodes)
+    loaded = StepRewardModel.load(tmp_path, chat, device=DEVICE)
+    assert loaded.step_scores(episodes) == model.step_scores(episodes) != [[0.0, 0.0]] * 6
     assert (tmp_path / "tokenizer").is_dir()
 
 
-def test_text_that_is_too_long_for_the_backbone_is_refused_not_cut(llama):
+def test_a_text_that_is_too_long_for_the_backbone_is_an_error(llama):
     model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
     with pytest.raises(ValueError, match="toy/0 is 3.. tokens long.*reads 256.*longer context"):
         model.step_scores([episode(tiny_base().chat, [("mug " * 300, "look")], 1.0)])
 
 
 @pytest.mark.slow
-def test_a_backbone_with_another_tokenizer_learns_too(llama):
+def test_a_backbone_with_its_own_tokenizer_learns_too(llama):
     model = StepRewardModel.from_pretrained(str(llama), device=DEVICE)
-    episodes = random_episodes(tiny_base().chat, 200, wins=magic)
-    report = model.fit(episodes, epochs=12, learning_rate=5e-3, held_out=0.2)
+    episodes = random_episodes(tiny_base().chat, 200, wins=by_magic)
+    report = model.fit(episodes, epochs=12, learning_rate=5e-3)
     assert report["auc"] > 0.9
