@@ -17,7 +17,8 @@ Two contexts, with user messages M0, M1, ... and replies R0, R1, ...:
 Text from an environment or a model is data: a control token that is written in it stays plain text. Sampled
 token ids are never decoded and encoded again, so the loss sees exactly the tokens that were sampled.
 
-Left out: tool calls, images, and templates that change earlier turns when later ones are added.
+Left out: tool calls and images. A template that rewrites earlier turns, for example to drop their reasoning,
+is used only for what it puts between turns; the turns stay as they were.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
 
     An empty action is invalid, and so is an action with the beginning of a tag or of a template: "<" before a
     letter or most signs, as in "search[<your query>]". "click[< prev]" and "search[laptop <$500]" are valid.
-    An action need not be admissible: the environment answers it either way.
+    A valid action need not be admissible; the environment answers it.
     """
     text = reply.lower()
     if style != "short":

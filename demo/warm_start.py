@@ -43,7 +43,7 @@ class NoisyPlayer:
         self.expert_share, self.hesitation_share = expert_share, hesitation_share
 
     def answer(self, episodes: list[Episode]) -> list[Sample | None]:
-        """Reply in every episode. None: the environment crashed when it was asked for advice."""
+        """Reply in every episode. None: the environment crashed when its expert was queried."""
         draws = [episode.rng.random() for episode in episodes]
         typable = []
         for episode in episodes:
