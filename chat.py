@@ -124,6 +124,7 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
 # --- chat format --------------------------------------------------------------------------------------------
 
 TODAY = "26 Jul 2024"  # the date that chat templates get: prompts must not depend on the day of the run
+# Sentinels for the texts in a rendered template: no template contains them.
 USER, SYSTEM, REPLY, LATER = "RSPOuserRSPO", "RSPOsystemRSPO", "RSPOreplyRSPO", "RSPOlaterRSPO"
 
 

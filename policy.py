@@ -47,6 +47,7 @@ class Agent:
     def __init__(
         self, base: Base, name: str, settings: AgentSettings, learning_rate: float, head: nn.Module | None
     ):
+        """head: further weights to train, beside those that `Base.attach` makes."""
         self.base, self.name, self.version = base, name, 0
         self.device, self.chat, self.max_length = base.device, base.chat, base.max_length
         self.model, self.named = base.attach(name, settings.lora_rank, settings.lora_alpha, settings.seed)
