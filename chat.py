@@ -1,138 +1,51 @@
-"""Text to token ids and back: the chat format, the prompts of both styles, the action parser."""
+"""Text to token ids and back: the messages of an episode, the chat format, the action parser.
+
+An episode is a conversation. Each turn, the environment shows a `View`. A *style* turns the view into a
+message, a *context* chooses the messages of the prompt, and `Chat` turns them into token ids. The model
+replies with token ids, and `parse_action` reads the action from their text.
+
+Two styles:
+  "think"   for real language models, with verl-agent's conventions: the reply has its reasoning in
+            <think></think> and one action in <action></action>; the prompt lists the admissible actions.
+  "short"   for the tiny model: the whole reply is the action. The prompt has notes on the episode so far, and
+            long pages are abbreviated.
+
+Two contexts, with user messages M0, M1, ... and replies R0, R1, ...:
+  "window"  each prompt is one new message that repeats the last turns as text:    M0 | M1 | M2 | ...
+  "full"    each prompt extends the last prompt and reply:    M0 | M0 R0 M1 | M0 R0 M1 R1 M2 | ...
+
+Text from an environment or a model is data: a control token that is written in it stays plain text. Sampled
+token ids are never decoded and encoded again, so the loss sees exactly the tokens that were sampled.
+
+Left out: tool calls and images. A template that rewrites earlier turns, for example to drop their reasoning,
+is used only for what it puts between turns; the turns stay as they were.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from buffer import Step
-from envs import SEARCH, View, one_line
+from envs import SEARCH, View
 
-TODAY = "26 Jul 2024"  # what chat templates are told: prompts must not depend on the day of the run
-
-
-class Chat:
-    """A tokenizer and its chat template as an append-only format: what a turn adds changes nothing before it.
-
-    The template is rendered once, with sentinels for the texts; what lies between them is the glue. Texts are
-    then encoded on their own, so that control tokens written inside a text stay plain text, and sampled token
-    ids are never decoded and encoded again.
-    """
-
-    def __init__(self, tokenizer, stop_ids: Iterable[int] = ()):
-        from jinja2 import TemplateError
-
-        self.tokenizer = tokenizer
-        user, system, reply, later = "RSPOuserRSPO", "RSPOsystemRSPO", "RSPOreplyRSPO", "RSPOlaterRSPO"
-        turn = {"role": "user", "content": user}
-        start, generate = self._render([turn]).split(user)
-        answered = [turn, {"role": "assistant", "content": reply}, {"role": "user", "content": later}]
-        between = self._render(answered).split(reply)[1].split(later)[0]
-        self._start, self._generate, self._between = map(self._glue, (start, generate, between))
-        try:
-            opening = self._render([{"role": "system", "content": system}, turn]).split(user)[0]
-        except TemplateError:  # the template refuses the role
-            opening = ""
-        self._opening = list(map(self._glue, opening.split(system))) if system in opening else None
-        end = self._between[0] if self._between else None
-        if end not in tokenizer.all_special_ids and end not in tokenizer.added_tokens_decoder:
-            raise ValueError(
-                "the chat template does not close an assistant turn with a control token: "
-                f"after a reply it puts {between!r}"
-            )
-        self.end_id = end  # closes an assistant turn
-        ends = [end, *stop_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
-        self.stop_ids = sorted(set(ends))
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.stop_ids[0]
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._word_level = backend is not None and type(backend.model).__name__ == "WordLevel"
-        if (
-            self._word_level
-        ):  # its texts are short and come again and again; others would only fill the memory
-            self._encode = functools.lru_cache(maxsize=2**16)(self._encode)
-            self._decode = functools.lru_cache(maxsize=2**16)(self._decode)
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        """Ends with the generation prompt. A template that asks for the date, or the clock, gets TODAY."""
-        clock = f"{{% macro strftime_now(format) %}}{TODAY}{{% endmacro %}}"
-        return self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=clock + self.tokenizer.get_chat_template(),
-            tokenize=False,
-            add_generation_prompt=True,
-            date_string=TODAY,
-        )
-
-    def _glue(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-
-    def _decode(self, ids: tuple[int, ...]) -> str:
-        return self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-
-    def encode(self, text: str) -> list[int]:
-        """Plain text: a control token spelled out in it is spelled in ordinary tokens."""
-        # Between words a word-level text may be cut; its parts repeat much more than the whole
-        parts = re.split(r"(?=\|)", text) if self._word_level else [text.strip()]
-        return [i for part in parts for i in self._encode(part)]
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, stop tokens left out."""
-        return self._decode(tuple(i for i in ids if i not in self.stop_ids))
-
-    def first(self, user: str, system: str | None = None) -> list[int]:
-        """A chat's first prompt. With no system message the template's own default, if any, stands."""
-        if system is None:
-            return [*self._start, *self.encode(user), *self._generate]
-        if self._opening is None:  # a template without system messages: it goes before the user's text
-            return self.first(f"{system.strip()}\n\n{user.strip()}")
-        before, after = self._opening
-        return [*before, *self.encode(system), *after, *self.encode(user), *self._generate]
-
-    def extend(self, action_ids: list[int], user: str) -> list[int]:
-        """What follows prompt + action_ids: the turn's end if it was not sampled, and the next user turn."""
-        stopped = bool(action_ids) and action_ids[-1] in self.stop_ids
-        return [*self._between[stopped:], *self.encode(user), *self._generate]
-
-    def reply(self, text: str) -> list[int]:
-        """The token ids of a turn that says `text` and ends."""
-        return [*self.encode(text), self.end_id]
-
-
-# Prompts. `turn` counts the actions already taken. `history` is the last (observation, action) pairs, oldest
-# first, cut by the caller, who cuts more if a prompt is too long; task, observation, admissible actions stay.
-
-HOME = "a household that is described to you in text"
-
-
-SCENES = {"household": HOME, "alfworld": HOME, "webshop": "an online shop that is described to you in text"}
-
-
-def reply_text(style: str, action: str) -> str:
-    """What a demonstration replies to take this action; `parse_action` gives the action back."""
-    if style == "short":
-        return action
-    return f"<think>I take the next step towards the goal.</think><action>{action}</action>"
-
+# --- messages -----------------------------------------------------------------------------------------------
+# `turn` counts the actions taken before this message.
 
 FORMAT = (
     "Think step by step about where you are and what is still to be done, inside <think></think>. "
     "Then choose one admissible action and give it inside <action></action>, once, after your reasoning. "
     "That is:\n<think>your reasoning</think><action>your action</action>"
 )
-
-
-def _admissible(view: View) -> str:
-    hint = " In place of <your query> write what you search for." if SEARCH in view.admissible else ""
-    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "." + hint
+HOME = "a household that is described to you in text"
+SCENES = {"household": HOME, "alfworld": HOME, "webshop": "an online shop that is described to you in text"}
+NO_ACTION = "no action"  # stands in the history of a window prompt for a reply that was not an action
 
 
 def system_message(style: str, env_name: str) -> str | None:
-    """What opens a full context; None where the style has none."""
+    """Write the system message of a full context. The short style has none."""
     if style == "short":
         return None
     scene = SCENES.get(env_name, f"{env_name}, a world that is described to you in text")
@@ -140,10 +53,13 @@ def system_message(style: str, env_name: str) -> str | None:
 
 
 def window_message(style: str, view: View, history: list[tuple[str, str]], turn: int) -> str:
-    """The one user message of a turn in the window context."""
+    """Write the only message of a window prompt.
+
+    history: the last (observation, action) pairs, oldest first. The caller cuts it to the length it wants.
+    """
     if style == "short":
-        last = "; ".join(action for _, action in history)
-        return " | ".join([view.task, view.notes, last, view.brief or view.observation])
+        actions = "; ".join(action for _, action in history)
+        return " | ".join([view.task, view.notes, actions, view.brief or view.observation])
     parts = [f"You act in a world that is described to you in text. Your task is to: {view.task}"]
     if history:
         pairs = [f"[Observation: {observation}]\n[Action: {action}]" for observation, action in history]
@@ -155,27 +71,40 @@ def window_message(style: str, view: View, history: list[tuple[str, str]], turn:
 
 
 def first_message(style: str, view: View) -> str:
-    """The first user message of a full context."""
+    """Write the first user message of a full context."""
     if style == "short":
         return " | ".join([view.task, view.notes, view.brief or view.observation])
     return f"Your task is to: {view.task}\n\nYou observe: {view.observation}\n{_admissible(view)}"
 
 
 def next_message(style: str, view: View, turn: int) -> str:
-    """Every later user message of a full context: what is new, and nothing that the chat already holds."""
+    """Write a later user message of a full context: only what is new."""
     if style == "short":
         return f"{view.notes} | {view.brief or view.observation}"
     return f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}"
 
 
-def parse_action(style: str, reply: str) -> tuple[str, bool]:
-    """(action, valid): the action lower-cased, its whitespace normalised; ("", False) for all else.
+def _admissible(view: View) -> str:
+    hint = " In place of <your query> write what you search for." if SEARCH in view.admissible else ""
+    return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "." + hint
 
-    "think": exactly one closed <action></action> block with text in it, after the reasoning. Missing,
-    unclosed, empty or several blocks are invalid, and so is one that is quoted inside the reasoning. "short":
-    the whole reply. No action holds the beginning of a tag or of a template, a "<" before a letter or
-    most signs; "click[< prev]" and "search[laptop <$500]" are actions. The reasoning may be in any language,
-    and the action need not be admissible: that is the environment's to answer.
+
+def reply_text(style: str, action: str) -> str:
+    """Write the reply of a demonstration that takes this action. `parse_action` reads the action back."""
+    if style == "short":
+        return action
+    return f"<think>I take the next step towards the goal.</think><action>{action}</action>"
+
+
+def parse_action(style: str, reply: str) -> tuple[str, bool]:
+    """Read the action of a reply. Returns (action, True), or ("", False) if the reply is invalid.
+
+    "think": the reply must have exactly one closed <action></action> block, outside and after the reasoning.
+    "short": the whole reply is the action. The action is lower-cased and its whitespace is normalised.
+
+    An empty action is invalid, and so is an action with the beginning of a tag or of a template: "<" before a
+    letter or most signs, as in "search[<your query>]". "click[< prev]" and "search[laptop <$500]" are valid.
+    A valid action need not be admissible; the environment answers it.
     """
     text = reply.lower()
     if style != "short":
@@ -183,32 +112,177 @@ def parse_action(style: str, reply: str) -> tuple[str, bool]:
             return "", False
         before, _, text = text.partition("<action>")
         text, closed, after = text.partition("</action>")
-        still_thinking = before.rfind("<think>") > before.rfind("</think>") or "think>" in after
-        if not closed or still_thinking:
+        in_reasoning = before.rfind("<think>") > before.rfind("</think>") or "think>" in after
+        if not closed or in_reasoning:
             return "", False
-    action = one_line(text)
+    action = " ".join(text.split())
     if not action or re.search(r"<[^\s\d$€£=.+-]", action):
         return "", False
     return action, True
 
 
-NO_ACTION = "no action"  # shown in the prompt's history in place of one that could not be read
+# --- chat format --------------------------------------------------------------------------------------------
+
+TODAY = "26 Jul 2024"  # the date that chat templates get: prompts must not depend on the day of the run
+# Sentinels for the texts in a rendered template: no template contains them.
+USER, SYSTEM, REPLY, LATER = "RSPOuserRSPO", "RSPOsystemRSPO", "RSPOreplyRSPO", "RSPOlaterRSPO"
+
+
+@dataclass(frozen=True)
+class Glue:
+    """The token ids that a chat template puts around and between the texts of a conversation.
+
+    Without a system message:  start USER generate REPLY between USER generate REPLY ...
+    With a system message:     opening[0] SYSTEM opening[1] USER generate REPLY ...
+    """
+
+    start: list[int]
+    generate: list[int]
+    between: list[int]
+    opening: tuple[list[int], list[int]] | None  # None: the template has no system message
+
+
+def _render(tokenizer, messages: list[tuple[str, str]]) -> str:
+    """Render (role, text) messages and the generation prompt. Templates that ask for the date get TODAY."""
+    clock = f"{{% macro strftime_now(format) %}}{TODAY}{{% endmacro %}}"
+    return tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in messages],
+        chat_template=clock + tokenizer.get_chat_template(),
+        tokenize=False,
+        add_generation_prompt=True,
+        date_string=TODAY,
+    )
+
+
+def _glue_of(tokenizer) -> Glue:
+    """Render the tokenizer's chat template with sentinels for the texts, and encode the text between them.
+
+    Raises ValueError if the template does not close an assistant turn with a control token.
+    """
+    from jinja2 import TemplateError
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    opened = _render(tokenizer, [("user", USER)])
+    start, generate = opened.split(USER)
+    answered = _render(tokenizer, [("user", USER), ("assistant", REPLY), ("user", LATER)])
+    between = answered.split(REPLY)[1].split(LATER)[0]
+    try:
+        instructed = _render(tokenizer, [("system", SYSTEM), ("user", USER)])
+    except TemplateError:  # the template refuses the role
+        instructed = ""
+    opening = None
+    if SYSTEM in instructed:
+        before, after = instructed.split(USER)[0].split(SYSTEM)
+        opening = encode(before), encode(after)
+
+    glue = Glue(encode(start), encode(generate), encode(between), opening)
+    control_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    if not glue.between or glue.between[0] not in control_ids:
+        raise ValueError(
+            "the chat template does not close an assistant turn with a control token: "
+            f"after a reply it puts {between!r}"
+        )
+    return glue
+
+
+def _plain_codec(tokenizer, cached: bool) -> tuple[Callable, Callable]:
+    """Return encode(text) -> token ids and decode(token ids) -> text, for plain text; ids are tuples."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def decode(ids: tuple[int, ...]) -> str:
+        return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+    if not cached:
+        return encode, decode
+    remember = functools.lru_cache(maxsize=2**16)
+    return remember(encode), remember(decode)
+
+
+class Chat:
+    """A tokenizer and its chat template as an append-only format: a new turn changes no earlier token.
+
+    The template is rendered only once (`Glue`). Texts are encoded separately from it and from each other.
+
+    stop_ids: token ids that end a reply, sorted. end_id: the one that the template puts after a reply.
+    """
+
+    def __init__(self, tokenizer, stop_ids: Iterable[int] = ()):
+        """stop_ids: further token ids that end a reply, beside the template's and the tokenizer's own."""
+        self.tokenizer = tokenizer
+        self._glue = _glue_of(tokenizer)
+        self.end_id = self._glue.between[0]
+        ends = {self.end_id, *stop_ids}
+        if tokenizer.eos_token_id is not None:
+            ends.add(tokenizer.eos_token_id)
+        self.stop_ids = sorted(ends)
+        self.pad_id = self.stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._word_level = backend is not None and type(backend.model).__name__ == "WordLevel"
+        # The short texts of a word-level tokenizer recur. Longer texts do not, and would only fill the cache.
+        self._encode, self._decode = _plain_codec(tokenizer, cached=self._word_level)
+
+    def encode(self, text: str) -> list[int]:
+        """Encode plain text. A control token that is written in it becomes ordinary tokens."""
+        if not self._word_level:
+            return list(self._encode(text.strip()))
+        # Word-level text can be cut between words; the parts between "|" recur more often than the whole.
+        return [token for part in re.split(r"(?=\|)", text) for token in self._encode(part)]
+
+    def decode(self, ids: list[int]) -> str:
+        """Decode token ids to text, without stop tokens."""
+        return self._decode(tuple(i for i in ids if i not in self.stop_ids))
+
+    def first(self, user: str, system: str | None = None) -> list[int]:
+        """Encode the first prompt of a chat. Without `system`, the template's default system message is used.
+
+        A template without system messages gets the system text at the start of the user's.
+        """
+        glue = self._glue
+        if system is None:
+            return [*glue.start, *self.encode(user), *glue.generate]
+        if glue.opening is None:
+            return self.first(f"{system.strip()}\n\n{user.strip()}")
+        before, after = glue.opening
+        return [*before, *self.encode(system), *after, *self.encode(user), *glue.generate]
+
+    def extend(self, action_ids: list[int], user: str) -> list[int]:
+        """Encode what follows a prompt and its reply: the end of the reply and the next user turn.
+
+        action_ids: the sampled reply. Its end is added only if it was not sampled.
+        """
+        between = self._glue.between
+        if action_ids and action_ids[-1] in self.stop_ids:
+            between = between[1:]
+        return [*between, *self.encode(user), *self._glue.generate]
+
+    def reply(self, text: str) -> list[int]:
+        """Encode a whole reply: its text and the token that ends it."""
+        return [*self.encode(text), self.end_id]
+
+
+# --- prompts of an episode ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Dialogue:
-    """How episodes become prompts. `chat` turns text into token ids (policy.Chat, or a stub with its
-    methods)."""
+    """Makes the prompts of episodes, no longer than `max_prompt_tokens` if their oldest turns can be cut."""
 
-    chat: object
-    style: str  # "think" for real LLMs, "short" for the tiny model
-    context: str  # "window": a fresh prompt per turn with the last turns as text; "full": append-only chat
-    history: int  # window context: how many past (observation, action) pairs the prompt shows
+    chat: Chat  # or any object with its methods
+    style: str  # "think" or "short"
+    context: str  # "window" or "full"
+    history: int  # window context: number of past (observation, action) pairs in a prompt
     max_prompt_tokens: int
     max_new_tokens: int
 
     def window_prompt(self, view: View, past: list[tuple[str, str]]) -> list[int]:
-        """One user message per turn; an over-long one loses its oldest history first, never the rest."""
+        """Encode one message with the last turns of `past`, as many as `history` and the limit allow.
+
+        Only history is cut. A prompt that is too long without any is returned as it is.
+        """
         for length in range(min(self.history, len(past)), -1, -1):
             text = window_message(self.style, view, past[len(past) - length :], turn=len(past))
             prompt = self.chat.first(text)
@@ -217,12 +291,10 @@ class Dialogue:
         return prompt
 
     def full_prompt(self, env_name: str, messages: list[str], steps: list[Step]) -> list[int]:
-        """The chat so far, extended by the newest of the `messages`: exactly the last turn's tokens, then
-        new ones.
+        """Encode the chat so far. The prompt extends the tokens of the last turn by the newest message.
 
-        When it grows too long the oldest turns after the first (which holds the task) are left out, down
-        to three quarters of the limit; such a prompt no longer extends the last one, so a new row begins
-        with it.
+        A chat that grows too long loses its oldest turns, down to three quarters of the limit, but never the
+        first, which has the task. Such a prompt does not extend the last one, so it begins a new row.
         """
         if steps:
             last = steps[-1]
@@ -237,8 +309,9 @@ class Dialogue:
         return prompt
 
     def _assemble(self, env_name: str, messages: list[str], steps: list[Step], first_kept: int) -> list[int]:
+        """Encode the first turn and the turns from `first_kept` on: for 3, M0 R0 M3 R3 M4."""
         prompt = self.chat.first(messages[0], system_message(self.style, env_name))
-        shown = steps[:1] + steps[first_kept:]
-        for step, message in zip(shown, messages[first_kept:], strict=True):
-            prompt = prompt + step.action_ids + self.chat.extend(step.action_ids, message)
+        replies = [step.action_ids for step in steps[:1] + steps[first_kept:]]
+        for reply, message in zip(replies, messages[first_kept:], strict=True):
+            prompt = prompt + reply + self.chat.extend(reply, message)
         return prompt

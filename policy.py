@@ -1,71 +1,92 @@
-"""The agents: a causal language model, its chat format, and the trainable weights of A, B and their critics.
+"""The agents: the trainable weights of A and B, their AdamW, and PPO's critics.
 
-A (`Policy` "policy") and B (its `fork` "explorer") share one frozen base: each is a LoRA adapter, a critic is
-one more with a linear head, and the reference is "adapters off". With `lora_rank=0` they are whole copies
-instead and the reference is a frozen one. Every agent has its own AdamW, so training one moves nothing of
-another.
+A (`Policy` "policy") and B (its `fork` "explorer") share one frozen `Base`. With LoRA each of them is an
+adapter, a critic is an adapter with a linear head, and the reference is the base without adapters. With
+`lora_rank=0` each of them is a whole copy, and the reference is a frozen copy. Every agent has its own AdamW,
+so training one agent changes no weight or optimizer state of another.
 
-The order is `base = load_base(...)`, `warm_start(base, ...)` where the model cannot act yet, `Policy(base,
-...)`: the reference is whatever the base is when the Policy is made.
+The order is `base = load_base(...)`, then `warm_start(base, ...)` if the model cannot act yet, then
+`Policy(base, ...)`. The reference is the base at the moment when the first Policy is made.
 
-Models stay in eval mode and every dropout of their config is 0, in scoring and in training alike: a ratio of
-policies that differ by a dropout mask would mean nothing. Only the base decoder is run over a row; the
-vocabulary is reached from the columns that predict action tokens alone, in chunks, so (B, T, V) never exists.
-
-Shapes: B rows, T tokens (columns), N action tokens of a batch, D hidden size, V vocabulary.
+Shapes: B rows, T tokens (columns), D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from batch import Batch
-from chat import Chat
-from model import Base, put
+from model import Base, scatter_tokens
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Settings of a policy, shared by its forks and critics."""
+
+    lora_rank: int = 0  # 0: train full weights
+    lora_alpha: float = 64.0
+    learning_rate: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    weight_decay: float = 0.01  # of AdamW
+    critic_learning_rate: float | None = None  # None: no critic
+    temperature: float = 1.0  # of training: used for sampling and for log-probs
+    seed: int = 0  # of the initial LoRA weights
 
 
 class Agent:
-    """Weights that are trained, an adapter on the base or a whole copy, and the AdamW that moves them."""
+    """Trainable weights, an adapter on the base or a whole copy, and the AdamW that updates them.
 
-    def __init__(self, base: Base, name: str, *, lora_rank, lora_alpha, seed, head=None, **adamw):
+    `version` changes whenever the weights do.
+    """
+
+    def __init__(
+        self, base: Base, name: str, settings: AgentSettings, learning_rate: float, head: nn.Module | None
+    ):
+        """head: further weights to train, beside those that `Base.attach` makes."""
         self.base, self.name, self.version = base, name, 0
-        self.model, self.named = base.attach(name, lora_rank, lora_alpha, seed)
+        self.device, self.chat, self.max_length = base.device, base.chat, base.max_length
+        self.model, self.named = base.attach(name, settings.lora_rank, settings.lora_alpha, settings.seed)
         if head is not None:
             self.named |= {f"head.{key}": p for key, p in head.named_parameters()}
         self.parameters = list(self.named.values())
         assert self.parameters and all(p.dtype == torch.float32 for p in self.parameters)
-        self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **adamw)
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
-
-    @property
-    def chat(self) -> Chat:
-        return self.base.chat
-
-    @property
-    def max_length(self) -> int:
-        return self.base.max_length
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
 
     def activate(self) -> nn.Module:
-        """The causal LM with this agent's weights in use, in eval mode."""
+        """Put this agent's weights in use. Returns the causal LM, in eval mode."""
         self.base.use(self.name)
         return self.model
 
-    def _mine(self, values: Tensor) -> Tensor:
-        """Backward may find another agent in use and this one frozen, and autograd would silently pass it by:
-        have it put this agent back before the gradient gets there."""
+    def _reactivate_in_backward(self, values: Tensor) -> Tensor:
+        """Make backward reactivate this agent before it differentiates `values`.
+
+        If another agent is active when backward runs, this agent's parameters are frozen and autograd skips
+        them silently.
+        """
+
+        def reactivate(gradient: Tensor) -> None:
+            self.activate()
+
         if values.requires_grad:
-            values.register_hook(lambda gradient: self.activate() and None)
+            values.register_hook(reactivate)
         return values
 
     def step(self, max_grad_norm: float) -> float:
-        """Clip, one AdamW step, gradients dropped. Returns the gradient's norm before clipping."""
+        """Clip the gradient, step AdamW and drop the gradient. Returns the gradient's norm before clipping.
+
+        Raises RuntimeError if there is no gradient, FloatingPointError if its norm is not finite.
+        """
         if all(p.grad is None for p in self.parameters):
             raise RuntimeError(f"no gradient has reached agent {self.name!r}: nothing to step on")
         norm = nn.utils.clip_grad_norm_(self.parameters, max_grad_norm).item()
@@ -81,118 +102,113 @@ class Agent:
 
     @torch.no_grad()
     def copy_from(self, other: Agent) -> None:
-        """Take the other's weights and AdamW state, by value."""
+        """Copy the other agent's weights and AdamW state by value."""
         torch._foreach_copy_(self.parameters, other.parameters)
         self.optimizer.state.clear()
         for mine, theirs in zip(self.parameters, other.parameters, strict=True):
             if theirs in other.optimizer.state:
                 state = other.optimizer.state[theirs]
-                self.optimizer.state[mine] = {k: v.clone() for k, v in state.items()}
+                self.optimizer.state[mine] = {key: value.clone() for key, value in state.items()}
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies on the CPU of the weights and the AdamW state: `weight/<name>`, `exp_avg/<name>`, ..."""
-        state = {f"weight/{name}": p for name, p in self.named.items()}
+        """Return CPU copies of the weights and the AdamW state: `weight/<name>`, `exp_avg/<name>`, ..."""
+        state = {}
         for name, p in self.named.items():
-            state |= {f"{key}/{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
+            state[f"weight/{name}"] = p
+            for key, value in self.optimizer.state.get(p, {}).items():
+                state[f"{key}/{name}"] = value
         return {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from there: the parameters stay the same trainable tensors, only their values change."""
+        """Load what `state_dict` returned. Raises ValueError if it belongs to another model.
+
+        The parameters stay the same tensors; only their values change.
+        """
         expected = {f"weight/{name}" for name in self.named}
-        given = {key for key in state if key.startswith("weight/")}
-        if expected != given:
+        found = {key for key in state if key.startswith("weight/")}
+        if expected != found:
             raise ValueError(
-                f"these weights are of another model: {sorted(expected ^ given)[:4]} do not match"
+                f"these weights are of another model: {sorted(expected ^ found)[:4]} do not match"
             )
         self.optimizer.state.clear()
         for name, p in self.named.items():
             p.copy_(state[f"weight/{name}"])
-            moments = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}/{name}" in state]
+            moments = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state]
             if moments:
-                self.optimizer.state[p] = {k: state[f"{k}/{name}"].to(p.device, copy=True) for k in moments}
+                loaded = {key: state[f"{key}/{name}"].to(p.device, copy=True) for key in moments}
+                self.optimizer.state[p] = loaded
         self.version += 1
 
 
 class Policy(Agent):
-    """An agent that acts: A, or by `fork` B. `temperature` is that of training, of samples and scores alike.
+    """An agent that acts: A, or B made by `fork`.
 
-    With a `critic_learning_rate` it has a `critic` (PPO). `version` changes whenever the weights do.
+    With a `critic_learning_rate` it also has a `critic` (PPO).
     """
 
-    def __init__(
-        self,
-        base: Base,
-        name: str = "policy",
-        *,
-        lora_rank: int = 0,
-        lora_alpha: float = 64.0,
-        learning_rate: float = 1e-6,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.01,
-        critic_learning_rate: float | None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-    ):
-        adamw = {"betas": betas, "weight_decay": weight_decay}
-        lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed}
-        super().__init__(base, name, lr=learning_rate, **lora, **adamw)
-        self.temperature = temperature
+    def __init__(self, base: Base, name: str = "policy", **settings):
+        """settings: fields of `AgentSettings`."""
+        self.settings = AgentSettings(**settings)
+        super().__init__(base, name, self.settings, self.settings.learning_rate, head=None)
+        self.temperature = self.settings.temperature
         self.critic = None
-        if critic_learning_rate is not None:
-            self.critic = Critic(base, f"{name}_critic", lr=critic_learning_rate, **lora, **adamw)
-        self._recipe = {
-            "learning_rate": learning_rate,
-            "critic_learning_rate": critic_learning_rate,
-            "temperature": temperature,
-            **lora,
-            **adamw,
-        }
-        self._explorer, self._discarded = None, False
+        if self.settings.critic_learning_rate is not None:
+            self.critic = Critic(base, f"{name}_critic", self.settings)
+        self._explorer: Policy | None = None  # the last fork; its tensors are used again
+        self._discarded = False
 
     def activate(self) -> nn.Module:
+        """Put this agent's weights in use. Raises RuntimeError if it was discarded."""
         if self._discarded:
             raise RuntimeError(f"agent {self.name!r} was discarded: fork a new one")
         return super().activate()
 
     def hidden(self, input_ids: Tensor, mask=None, positions=None, cache=None) -> Tensor:
-        """This agent's last hidden states (B, T, D), for samplers."""
+        """Return this agent's last hidden states (B, T, D), for samplers. Arguments as in `Base.hidden`."""
         return self.base.hidden(self.activate(), input_ids, mask, positions, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (..., V) of this agent's hidden states (..., D), in fp32."""
         return self.base.logits(self.model, hidden)
 
     def logprobs(self, batch: Batch, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """log pi(token | what is before it) at the training temperature, and the entropy there: (B, T), fp32,
-        0 off the action columns. Gradients flow to this agent alone."""
+        """Return log pi(token | tokens before it) and, if wanted, the entropy of pi there.
+
+        Both are (B, T) and fp32, at the training temperature, and 0 outside the action columns. Gradients
+        flow to this agent only.
+        """
         scores = self.base.score(self.activate(), batch, self.temperature, with_entropy)
-        logprobs, *entropy = map(self._mine, scores)
-        return logprobs, entropy[0] if with_entropy else None
+        scores = [self._reactivate_in_backward(values) for values in scores]
+        return scores[0], scores[1] if with_entropy else None
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """The same of the starting model (B, T)."""
+        """Return the starting model's log-probs (B, T), at the training temperature."""
         self.base.use(None)
         model = self.base.model if self.base.reference is None else self.base.reference
         return self.base.score(model, batch, self.temperature)[0]
 
     def fork(self, name: str) -> Policy:
-        """B: a copy of this agent's weights and AdamW state. Its tensors are kept from fork to fork, as is
-        its critic, which is its own and is not copied."""
+        """Return B: a copy of this agent's weights and AdamW state.
+
+        All forks share their tensors and their critic. That critic is not a copy of A's; it keeps what it
+        learned from fork to fork.
+        """
         if self._explorer is None:
-            self._explorer = Policy(self.base, name, **self._recipe)
+            self._explorer = Policy(self.base, name, **vars(self.settings))
         self._explorer._discarded = False
         self._explorer.copy_from(self)
         return self._explorer
 
     def discard(self) -> None:
-        """This agent can no longer be used. Its storage is kept for the next fork."""
+        """Mark this agent as unusable. Its tensors are kept for the next fork."""
         self._discarded = True
 
     def state_dicts(self) -> dict[str, dict[str, Tensor]]:
-        """All that a run continues from: "policy", and for PPO "critic" and "explorer_critic"."""
+        """Return all that a resumed run needs: "policy", and for PPO "critic" and "explorer_critic"."""
         states = {"policy": self.state_dict()}
         if self.critic is not None:
             states["critic"] = self.critic.state_dict()
@@ -201,6 +217,7 @@ class Policy(Agent):
         return states
 
     def load_state_dicts(self, states: dict[str, dict[str, Tensor]]) -> None:
+        """Load what `state_dicts` returned. Raises ValueError if it belongs to another model."""
         self.load_state_dict(states["policy"])
         if "critic" in states:
             self.critic.load_state_dict(states["critic"])
@@ -210,7 +227,10 @@ class Policy(Agent):
             explorer.discard()
 
     def save(self, folder: str | Path) -> None:
-        """For `PeftModel.from_pretrained` (LoRA) or `AutoModelForCausalLM` (full), with the tokenizer."""
+        """Save the tokenizer and the weights: the adapter (LoRA), or the whole model.
+
+        `PeftModel.from_pretrained` loads the adapter, `AutoModelForCausalLM.from_pretrained` the whole model.
+        """
         if self.base.peft is None:
             self.model.save_pretrained(folder)
         else:
@@ -218,7 +238,7 @@ class Policy(Agent):
         self.chat.tokenizer.save_pretrained(folder)
 
     def save_adapter(self, folder: str | Path) -> None:
-        """LoRA: the adapter alone, as peft and vLLM load it."""
+        """Save only the LoRA adapter, in the format of peft and vLLM."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 
@@ -230,15 +250,16 @@ class Policy(Agent):
 
 
 class Critic(Agent):
-    """V(the state before a token): an adapter or copy of its own, and a linear head that starts at 0."""
+    """V(state before a token): weights of its own and a linear head that starts at 0   (PPO)"""
 
-    def __init__(self, base: Base, name: str, **settings):
+    def __init__(self, base: Base, name: str, settings: AgentSettings):
         self.head = nn.utils.skip_init(nn.Linear, base.config.hidden_size, 1, device=base.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        super().__init__(base, name, head=self.head, **settings)
+        super().__init__(base, name, settings, settings.critic_learning_rate, self.head)
 
     def values(self, batch: Batch) -> Tensor:
-        """(B, T): at an action token's column the value of the state before it, 0 elsewhere."""
+        """Return the value (B, T) of the state before each action token, 0 elsewhere."""
         states, places = self.base.states(self.activate(), batch)
-        return self._mine(put(self.head(states.float())[:, 0], places, batch))
+        values = scatter_tokens(self.head(states.float())[:, 0], places, batch)
+        return self._reactivate_in_backward(values)

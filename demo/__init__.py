@@ -1,1 +1,1 @@
-"""What a CPU needs to show the method and is no part of it: a tiny model and its warm start."""
+"""Not part of RSPO: the tiny model, its warm start and the toy world, which show the method on a CPU."""

@@ -1,9 +1,12 @@
-"""The tiny model: a Qwen2 of random weights whose tokenizer knows the words of one environment."""
+"""The tiny model: a small Qwen2 with random weights and a tokenizer for the words of one environment.
+
+It shows the method on a CPU in minutes. An environment with a closed vocabulary (a tuple of its words and
+phrases) gets one token per word; an environment with an open one (`Corpus`) gets byte-level BPE.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 import torch
 
@@ -11,12 +14,12 @@ from chat import Chat
 from envs import Corpus
 from model import Base, cast
 
-# Words that tell a tiny model nothing are left out of its prompts; no action holds one of them.
+CONTROL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
+
+# Words without information for the tiny model: they are removed from its prompts. No action contains one.
 SILENT = r"\b(?:a|an|the|you|see|and|is|are|it|of|middle|room|looking|quickly|around|arrive|at|on|in)\b|[,.]"
 
-
 UNIT = r"go to|[a-z]+ \d+|[a-z]+|\d+|[^\sa-z\d]"  # "mug 1" is one token, and so is the verb "go to"
-
 
 TINY_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<assistant>{{ message.content }}<end>"
@@ -26,16 +29,12 @@ TINY_TEMPLATE = (
 
 
 def tiny_tokenizer(vocabulary: tuple[str, ...] | Corpus):
-    """Of all the words of a closed vocabulary, or trained on the texts of an open one."""
+    """Build the tokenizer: one token per word for a closed vocabulary, byte-level BPE for a `Corpus`."""
     from transformers import PreTrainedTokenizerFast
 
-    control = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
-    if isinstance(vocabulary, Corpus):
-        tokenizer = _subword_tokenizer(vocabulary, control)
-    else:
-        tokenizer = _word_tokenizer(vocabulary, control)
+    is_open = isinstance(vocabulary, Corpus)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_subword_tokenizer(vocabulary) if is_open else _word_tokenizer(vocabulary),
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<end>",
@@ -45,53 +44,48 @@ def tiny_tokenizer(vocabulary: tuple[str, ...] | Corpus):
     )
 
 
-def _word_tokenizer(vocabulary: Iterable[str], control: list[str]):
-    """One token a word, and one for a named thing such as "mug 1". Unknown words become <unk>."""
+def _word_tokenizer(vocabulary: tuple[str, ...]):
+    """Build a tokenizer with one token per word or named thing ("mug 1"). Unknown words become <unk>."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-    texts = (re.sub(SILENT, " ", text.lower()) for text in vocabulary)
-    words = sorted({unit for text in texts for unit in re.findall(UNIT, text)})
-    ids = {word: i for i, word in enumerate(control + words)}
+    words = set()
+    for text in vocabulary:
+        words.update(re.findall(UNIT, re.sub(SILENT, " ", text.lower())))
+    ids = {word: i for i, word in enumerate(CONTROL + sorted(words))}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Lowercase(), normalizers.Replace(Regex(SILENT), " ")]
-    )
+    silence = normalizers.Replace(Regex(SILENT), " ")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), silence])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(UNIT), "removed", invert=True)
     return tokenizer
 
 
-def _subword_tokenizer(corpus: Corpus, control: list[str]):
-    """Byte-level BPE of lower-cased text. A word has the same tokens wherever it stands, in brackets too, so
-    that copying a text from the prompt into an action means copying its tokens."""
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        normalizers,
-        pre_tokenizers,
-        trainers,
-    )
+def _subword_tokenizer(corpus: Corpus):
+    """Train byte-level BPE on lower-cased text.
+
+    A word has the same tokens everywhere, also next to a bracket, so that an action can copy the tokens of
+    its prompt. For this, a space is added before the text, after "[" and before "]"; decoding removes it.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, models, trainers
+    from tokenizers import decoders as decode
+    from tokenizers import normalizers as normalize
+    from tokenizers import pre_tokenizers as split
 
     tokenizer = Tokenizer(models.BPE())
-    brackets = [normalizers.Replace("[", "[ "), normalizers.Replace("]", " ]")]
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Lowercase(), *brackets, normalizers.Prepend(" ")]
+    open_bracket, close_bracket = normalize.Replace("[", "[ "), normalize.Replace("]", " ]")
+    tokenizer.normalizer = normalize.Sequence(
+        [normalize.Lowercase(), open_bracket, close_bracket, normalize.Prepend(" ")]
     )
-    words = pre_tokenizers.Split(Regex(r" ?[a-z]+| ?\d+| ?[^\sa-z\d]|\s"), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
-    tokenizer.decoder = decoders.Sequence(
-        [
-            *(decoders.ByteLevel(), decoders.Replace("[ ", "["), decoders.Replace(" ]", "]")),
-            decoders.Strip(" ", 1, 0),
-        ]
+    words = split.Split(Regex(r" ?[a-z]+| ?\d+| ?[^\sa-z\d]|\s"), "isolated")
+    byte_level = split.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = split.Sequence([words, byte_level])
+    open_bracket, close_bracket = decode.Replace("[ ", "["), decode.Replace(" ]", "]")
+    tokenizer.decoder = decode.Sequence(
+        [decode.ByteLevel(), open_bracket, close_bracket, decode.Strip(" ", 1, 0)]
     )
     trainer = trainers.BpeTrainer(
         vocab_size=corpus.size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=control,
+        initial_alphabet=split.ByteLevel.alphabet(),
+        special_tokens=CONTROL,
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus.texts, trainer)
@@ -129,7 +123,7 @@ def tiny_base(
         num_key_value_heads=heads,
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
-        initializer_range=0.1,  # the usual 0.02 suits wide models; so narrow a model hardly learns from it
+        initializer_range=0.1,  # the usual 0.02 suits wide models; a narrow one hardly learns from it
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -138,6 +132,5 @@ def tiny_base(
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     cast(model, getattr(torch, dtype))
-    return Base(
-        model, Chat(tokenizer, [tokenizer.eos_token_id]), device, gradient_checkpointing, True, autocast
-    )
+    chat = Chat(tokenizer, [tokenizer.eos_token_id])
+    return Base(model, chat, device, gradient_checkpointing, changed=True, autocast=autocast)

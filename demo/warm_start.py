@@ -1,11 +1,16 @@
-"""Demonstrations by a scripted player, and supervised learning on them."""
+"""Warm start: demonstrations by a noisy scripted player, and supervised learning on them. Not part of RSPO.
+
+A tiny model with random weights cannot act: no episode would succeed, so RL would have nothing to learn from.
+`demonstrations` plays episodes with a `NoisyPlayer`. `warm_start` trains the base on their replies before any
+agent exists, so the reference is the warm-started model.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,55 +23,74 @@ from rollout import Episode, World
 from sampler import Sample
 
 
+@functools.lru_cache(maxsize=2**16)
+def _is_typable(style: str, action: str) -> bool:
+    """Check that a reply can take the action; a template such as "search[<your query>]" must be filled in."""
+    return parse_action(style, reply_text(style, action))[1]
+
+
+class NoisyPlayer:
+    """A player that follows the searching expert in some turns, and hesitates or errs in the others.
+
+    Each turn draws u in [0, 1):
+        u < expert_share                       the searching expert's action; it knows nothing hidden
+        u < expert_share + hesitation_share    the action that looks around, if it is admissible
+        otherwise                              a random action that is admissible and can be typed
+    """
+
+    def __init__(self, world: World, expert_share: float, hesitation_share: float):
+        self.world, self.dialogue = world, world.dialogue
+        self.expert_share, self.hesitation_share = expert_share, hesitation_share
+
+    def answer(self, episodes: list[Episode]) -> list[Sample | None]:
+        """Reply in every episode. None: the environment crashed when its expert was queried."""
+        draws = [episode.rng.random() for episode in episodes]
+        typable = []
+        for episode in episodes:
+            typable.append([a for a in episode.view.admissible if _is_typable(self.dialogue.style, a)])
+        asking = []  # only slots whose turn may need advice
+        for i, episode in enumerate(episodes):
+            if draws[i] < self.expert_share + self.hesitation_share or not typable[i]:
+                asking.append(episode.slot)
+        advice = self.world.pool.expert(asking)
+        replies = []
+        for i, episode in enumerate(episodes):
+            advised = advice.get(episode.slot, ("", ""))
+            if advised is None:
+                replies.append(None)
+            else:
+                action = self.choose(episode, draws[i], typable[i], *advised)
+                replies.append(self.reply(action))
+        return replies
+
+    def choose(self, episode: Episode, draw: float, typable: list[str], expert: str, look_around: str) -> str:
+        """Return the action of a turn."""
+        if draw < self.expert_share:
+            return expert
+        hesitates = draw < self.expert_share + self.hesitation_share
+        if hesitates and look_around in episode.view.admissible:
+            return look_around
+        return episode.rng.choice(typable) if typable else expert
+
+    def reply(self, action: str) -> Sample:
+        """Encode the reply that takes this action."""
+        ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
+        return Sample(ids, [0.0] * len(ids), stopped=True)
+
+
 def demonstrations(
     world: World, episodes: int, expert_share: float, hesitation_share: float, games: int | None = None
 ) -> list[Trajectory]:
-    """Training games of an expert that searches, hesitates and errs, for a warm start.
+    """Play training games with a `NoisyPlayer`. Raises ValueError if the environment has no expert.
 
-    Each turn is the searching expert's with probability `expert_share` (it knows nothing hidden), a look
-    around with `hesitation_share`, else a random admissible action; a template to be filled in is none.
-    Games are drawn independently of the task stream, or from its first `games` where new ones are
-    costly; demonstration i is the same however many are asked for.
+    Games are drawn independently of the task stream. `games` limits them to the first games of that stream,
+    for environments where a new game is expensive. Demonstration i does not depend on their number.
     """
-
-    @functools.cache
-    def sayable(action: str) -> bool:
-        return parse_action(world.dialogue.style, reply_text(world.dialogue.style, action))[1]
-
-    def actions(live: list[Episode]) -> Iterator[str | None]:
-        chances = [episode.rng.random() for episode in live]
-        slips = [list(filter(sayable, episode.view.admissible)) for episode in live]
-        turns = list(zip(live, chances, slips, strict=True))
-        advice = world.pool.expert(
-            episode.slot
-            for episode, chance, others in turns
-            if chance < expert_share + hesitation_share or not others
-        )
-        for episode, chance, others in turns:
-            advised = advice.get(episode.slot, ("", ""))
-            if advised is None:
-                yield None
-                continue
-            expert, look_around = advised
-            if chance < expert_share:
-                yield expert
-            elif chance < expert_share + hesitation_share and look_around in episode.view.admissible:
-                yield look_around
-            else:
-                yield episode.rng.choice(others) if others else expert
-
-    def reply(action: str) -> Sample:
-        ids = world.dialogue.chat.reply(reply_text(world.dialogue.style, action))
-        return Sample(ids, [0.0] * len(ids), stopped=True)
-
-    def answer(live: list[Episode]) -> list[Sample | None]:
-        return [None if action is None else reply(action) for action in actions(live)]
-
     if not hasattr(world.pool.env, "searching_expert"):
         raise ValueError(f"{world.name} has no expert to show how it is played")
     drawn = world.draw_games("demonstration", episodes, games)
     specs = [("train", game, f"demonstration {i}") for i, game in enumerate(drawn)]
-    return world.play(answer, specs)
+    return world.play(NoisyPlayer(world, expert_share, hesitation_share).answer, specs)
 
 
 def warm_start(
@@ -80,27 +104,32 @@ def warm_start(
     tokens_per_micro_batch: int = 4096,
     progress: Callable[[int, float], None] = lambda update, loss: None,
 ) -> list[float]:
-    """Supervised learning of the base itself, full weights, before agents exist: mean cross-entropy of the
-    demonstrated action tokens. An update takes rows until they hold `turns_per_update` turns, in an order
-    that is shuffled anew when all were seen. The learning rate rises and falls. Returns the losses.
+    """Train the full weights of the base on the demonstrated replies. Returns the loss of every update.
+
+    The loss is the mean cross-entropy of the replies' tokens. An update takes rows until they have at least
+    `turns_per_update` turns. The order of the rows is random, and drawn anew after a pass over all of them.
+    The learning rate rises to `learning_rate` and falls (`rise_and_fall`).
 
     Raises ValueError if no demonstration is usable, FloatingPointError if the loss diverges.
     """
-    assert base.peft is None and base.reference is None, "warm start comes before the agents"
+    assert base.peft is None and base.reference is None, "the warm start must come before the agents"
     rows = [row for trajectory in demonstrations if trajectory.usable for row in rows_of(trajectory)]
     if not rows:
-        raise ValueError(f"no demonstration can be learned from; they ended so: {endings(demonstrations)}")
-    rng, order, dtype, autocast = random.Random(seed), [], base.model.dtype, base.autocast
+        raise ValueError(
+            f"no demonstration can be learned from; the episodes ended with: {endings(demonstrations)}"
+        )
+    dtype, autocast = base.model.dtype, base.autocast
     base.fp32()
     parameters = list(base.model.requires_grad_(True).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
-    losses = []
+    rng, unseen, losses = random.Random(seed), [], []
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = learning_rate * rise_and_fall(update, updates)
         chosen: list[Row] = []
         while sum(len(row.spans) for row in chosen) < turns_per_update:
-            order = order or rng.sample(rows, len(rows))
-            chosen.append(order.pop())
+            if not unseen:
+                unseen = rng.sample(rows, len(rows))
+            chosen.append(unseen.pop())
         count, total = sum(row.action_tokens for row in chosen), 0.0
         for batch in micro_batches(chosen, tokens_per_micro_batch, base.chat.pad_id, base.device):
             loss = -base.score(base.model, batch, temperature=1.0)[0].sum() / count

