@@ -22,6 +22,8 @@ import copy
 import functools
 import inspect
 import json
+import logging
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from batch import Batch
-from chat import Chat
+from chat import FORMAT, Chat
+from record.model_checks import base_of_adapter, check_folder, check_keys, check_tokenizer, explained
 
 CHUNK_LOGITS = 2**23  # elements of a (chunk, V) block of logits: 32 MB in fp32; six are alive at once
 
@@ -139,8 +142,9 @@ class Base:
         self._check_head()
 
     def _check_head(self) -> None:
-        """Refuse a model whose logits are not output_layer(decoder(ids)), as log-probs are made from that."""
-        ids = torch.arange(8, device=self.device)[None] % self.config.vocab_size
+        """Refuse a model whose logits are not output_layer(decoder(ids)), or depend on later tokens."""
+        ids = torch.arange(8, device=self.device).repeat(2, 1) % self.config.vocab_size
+        ids[1, -1] = 0  # the rows differ in their last token
         with torch.no_grad():
             with self._precision():
                 logits = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -148,6 +152,10 @@ class Base:
         if logits.isnan().any():
             raise ValueError(
                 f"the logits of model {self.model.name_or_path!r} are not numbers: its weights are damaged"
+            )
+        if (logits[0, :-1] - logits[1, :-1]).abs().max() > 0.05 * logits.abs().max():
+            raise ValueError(
+                f"model type {self.config.model_type!r} is no causal LM: a token changes the logits before it"
             )
         if not torch.allclose(logits, ours, atol=1e-3 * logits.abs().max().item()):
             raise ValueError(
@@ -268,6 +276,13 @@ def _is_weight_of(key: str, adapter: str | None) -> bool:
     return ".lora_" in key and f".{adapter}." in key
 
 
+# --- loading ------------------------------------------------------------------------------------------------
+
+LOADABLE = "give a causal LM of transformers: a folder of save_pretrained, or a hub id that can be fetched"
+OLD_MASK = r"\.attn\.(attention\.)?(masked_)?bias$"  # old GPT-2 and GPT-Neo files hold the causal mask
+MERGE_TOLERANCE = 1e-3  # of log-probs in fp32; rounding gives 1e-5
+
+
 def load_base(
     model: str,
     *,
@@ -279,46 +294,86 @@ def load_base(
     """Load a causal LM with a chat template from a folder or a hub id.
 
     A LoRA adapter in the folder is merged into the model it was trained on, so the reference is the merged
-    model. Raises ValueError if the model cannot be loaded or is not supported.
+    model. Raises ValueError if the model cannot be loaded exactly as it is stored, or is not supported.
     """
-    adapter = Path(model) / "adapter_config.json"
-    start = model
     try:
-        if adapter.exists():
-            start = json.loads(adapter.read_text())["base_model_name_or_path"]
-        lm, tokenizer = _load_lm(start, getattr(torch, dtype)), _load_tokenizer(model)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model {model}: cannot load {start} ({' '.join(str(error).split())}); "
-            "give a folder, or a hub id that can be fetched"
-        ) from error
-    if adapter.exists():
-        import peft
+        lm, chat, merged = _load(model, getattr(torch, dtype))
+        return Base(lm, chat, device, gradient_checkpointing, merged, autocast)
+    except ValueError as error:
+        raise ValueError(f"--model {model}: {error}") from error
 
-        lm = peft.PeftModel.from_pretrained(lm, model).merge_and_unload()
+
+def _load(model: str, dtype: torch.dtype) -> tuple[nn.Module, Chat, bool]:
+    """Return the model, its chat format, and True if an adapter was merged into it."""
+    folder, start = Path(model), model
+    check_folder(folder)
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if is_adapter:
+        start = base_of_adapter(folder)
+        check_folder(Path(start))
+    config = _load_config(start)
+    with explained(f"cannot load the tokenizer of {model}", "copy the tokenizer files of its base model"):
+        tokenizer = load_tokenizer(model)
     if not tokenizer.chat_template:
-        raise ValueError(f"--model {model}: its tokenizer has no chat template; use an instruct model")
+        raise ValueError("its tokenizer has no chat template; use an instruct model")
+    lm = _load_lm(start, config, dtype)
     stop_ids = getattr(lm.generation_config, "eos_token_id", None)
     if stop_ids is None:
         stop_ids = []
     elif isinstance(stop_ids, int):
         stop_ids = [stop_ids]
-    return Base(lm, Chat(tokenizer, stop_ids), device, gradient_checkpointing, adapter.exists(), autocast)
+    with explained("its chat template cannot be used", "correct it, or copy that of its base model"):
+        chat = Chat(tokenizer, stop_ids)
+    check_tokenizer(chat, len(lm.get_input_embeddings().weight))
+    if is_adapter:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns of what is counted and compared here
+            warnings.filterwarnings("default", "Unexpected keyword arguments")  # an adapter of a newer peft
+            lm = _merge(lm, folder, chat, dtype)
+    return lm, chat, is_adapter
 
 
-def _load_lm(name: str, dtype: torch.dtype):
-    """Load the model with every dropout rate set to 0."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _load_config(name: str):
+    """Load the model's config with every dropout rate set to 0. Raises ValueError for quantized weights."""
+    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name)
+    with explained(f"cannot load {name}", LOADABLE):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # None would ask on stdin
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"the weights of {name} are quantized; give the model that they were made from")
     for part in (config, config.get_text_config()):
         for key, value in list(vars(part).items()):
             if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
                 setattr(part, key, 0.0)
-    return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+    return config
 
 
-def _load_tokenizer(name: str):
+def _load_lm(name: str, config, dtype: torch.dtype):
+    """Load the model. Raises ValueError unless its weights are exactly those of the folder."""
+    from transformers import AutoModelForCausalLM
+
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
+    with explained(f"cannot load {name}", LOADABLE):
+        lm, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the report
+            trust_remote_code=False,
+        )
+        unexpected = [key for key in report["unexpected_keys"] if not re.search(OLD_MASK, key)]
+        mismatched = [key for key, *_ in report["mismatched_keys"]]
+        check_keys("its weights", report["missing_keys"], unexpected, mismatched)
+    return lm
+
+
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    """Return False for the table of keys that do not fit, and its like: `check_keys` says it in a line."""
+    return not re.search("LOAD REPORT|This checkpoint seem corrupted", record.getMessage())
+
+
+def load_tokenizer(name: str | Path):
     """Load the tokenizer as it was saved. AutoTokenizer would give a tiny Qwen2 model Qwen's own words."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -326,4 +381,62 @@ def _load_tokenizer(name: str):
     kind = json.loads(settings.read_text()).get("tokenizer_class") if settings.exists() else None
     if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
         return PreTrainedTokenizerFast.from_pretrained(name)
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+# --- adapters -----------------------------------------------------------------------------------------------
+
+
+def _merge(lm, folder: Path, chat: Chat, dtype: torch.dtype):
+    """Merge the adapter into the model in fp32, compare their log-probs on a prompt, and cast the result.
+
+    Raises ValueError if the merged model is not the model with its adapter, or if `dtype` cannot hold it.
+    """
+    ids = torch.tensor([chat.first(FORMAT)[:64]])
+
+    def logprobs(model) -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+
+    def distance(a: Tensor, b: Tensor) -> float:
+        return (a - b).square().mean().sqrt().item()
+
+    cast(lm, torch.float32)
+    without = logprobs(lm)
+    with explained(f"cannot load the adapter {folder}", "give an adapter that peft saved for this base"):
+        tuned = _add_adapter(lm, folder)
+        adapted = logprobs(tuned)
+        if adapted.isnan().any():
+            raise ValueError("its weights are not numbers")
+    with explained(f"cannot merge the adapter {folder}", "give the merged model"):
+        merged = tuned.merge_and_unload()
+        gap = distance(logprobs(merged), adapted)
+        if gap > MERGE_TOLERANCE:
+            raise ValueError(
+                f"log-probs change by {gap:.1g}; does it adapt an embedding that is the output too?"
+            )
+    cast(merged, dtype)
+    cast(merged, torch.float32)
+    lost, effect = distance(logprobs(merged), adapted), distance(adapted, without)
+    if lost > gap + effect / 2:
+        why = f"it changes log-probs by {effect:.1g}, and rounding the merged weights by {lost:.1g}"
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"the adapter {folder} is lost in {name}: {why}; give --dtype float32")
+    cast(merged, dtype)
+    return merged
+
+
+def _add_adapter(lm, folder: Path):
+    """Return peft's model with the adapter. Raises ValueError for missing, unknown or mismatched weights."""
+    import peft
+
+    tuned = peft.PeftModel.from_pretrained(lm, folder, ignore_mismatched_sizes=True)
+    report = tuned.load_adapter(folder, "default", ignore_mismatched_sizes=True)
+    saved = peft.load_peft_weights(folder, device="cpu")
+    held = peft.get_peft_model_state_dict(tuned, save_embedding_layers=False)
+    expected = {**tuned.state_dict(), **held}
+    mismatched = [key for key in saved if key in expected and saved[key].shape != expected[key].shape]
+    missing = {key.replace(".default.", ".") for key in report.missing_keys}.difference(mismatched)
+    missing.update(key for key in held if key.endswith(".bias") and key not in saved)
+    check_keys("its weights", missing, report.unexpected_keys, mismatched)
+    return tuned

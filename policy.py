@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from batch import Batch
 from model import Base, scatter_tokens
+from record.model_checks import check_shapes
 
 
 @dataclass(frozen=True)
@@ -123,23 +124,23 @@ class Agent:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned. Raises ValueError if it belongs to another model.
+        """Load what `state_dict` returned. Raises ValueError if a name or a shape is another.
 
         The parameters stay the same tensors; only their values change.
         """
-        expected = {f"weight/{name}" for name in self.named}
-        found = {key for key in state if key.startswith("weight/")}
-        if expected != found:
-            raise ValueError(
-                f"these weights are of another model: {sorted(expected ^ found)[:4]} do not match"
-            )
+        expected = {f"weight/{name}": p for name, p in self.named.items()}
+        stepped = [name for name in self.named if f"step/{name}" in state]  # AdamW has a state of these
+        for name in stepped:
+            expected[f"step/{name}"] = torch.zeros(())
+            expected[f"exp_avg/{name}"] = expected[f"exp_avg_sq/{name}"] = self.named[name]
+        check_shapes(f"the saved weights of agent {self.name!r}", expected, state)
         self.optimizer.state.clear()
         for name, p in self.named.items():
             p.copy_(state[f"weight/{name}"])
-            moments = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state]
-            if moments:
-                loaded = {key: state[f"{key}/{name}"].to(p.device, copy=True) for key in moments}
-                self.optimizer.state[p] = loaded
+        for name in stepped:
+            p = self.named[name]
+            loaded = {key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p] = {key: value.to(p.device, copy=True) for key, value in loaded.items()}
         self.version += 1
 
 
@@ -217,9 +218,16 @@ class Policy(Agent):
         return states
 
     def load_state_dicts(self, states: dict[str, dict[str, Tensor]]) -> None:
-        """Load what `state_dicts` returned. Raises ValueError if it belongs to another model."""
+        """Load what `state_dicts` returned. Raises ValueError if it is of other agents.
+
+        "explorer_critic" may be missing: it is saved once there was an explorer.
+        """
+        agents = {"policy"} if self.critic is None else {"policy", "critic"}
+        optional = set() if self.critic is None else {"explorer_critic"}
+        if not agents <= states.keys() <= agents | optional:
+            raise ValueError(f"the saved agents are {sorted(states)}, but the run has {sorted(agents)}")
         self.load_state_dict(states["policy"])
-        if "critic" in states:
+        if self.critic is not None:
             self.critic.load_state_dict(states["critic"])
         if "explorer_critic" in states:
             explorer = self.fork("explorer")

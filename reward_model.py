@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from batch import Batch, Row, micro_batches, rows_of
 from buffer import Group, Trajectory
 from chat import Chat
-from model import Base, cast, load_base, recompute_layers, recomputing, rise_and_fall
+from model import Base, cast, load_base, load_tokenizer, recompute_layers, recomputing, rise_and_fall
+from record.model_checks import check_shapes, check_tokenizer, explained
 from scale import distributed
 
 BATCH_EPISODES = 32  # episodes of one update of the fit
@@ -339,26 +339,26 @@ class StepRewardModel(nn.Module):
     @classmethod
     def load(cls, folder: str | Path, chat: Chat, **settings) -> StepRewardModel:
         """Load a model. chat: the policy's. Raises ValueError if it is missing, damaged or does not fit."""
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         folder = Path(folder)
         for name in ("reward_model.json", "config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} contains no step reward model: it has no {name}")
-        try:
+        with explained(f"the step reward model in {folder} is damaged", "copy it again, or fit a new one"):
             about = json.loads((folder / "reward_model.json").read_text())
-            if about["own_tokenizer"]:
-                chat = Chat(AutoTokenizer.from_pretrained(folder / "tokenizer"))
-            if about["vocabulary"] != _vocabulary(chat):
-                raise ValueError(
-                    f"the step reward model in {folder} was fitted with another vocabulary; fit a new one"
-                )
-            backbone = _new_backbone(AutoConfig.from_pretrained(folder))
-            model = cls(backbone, chat, about["own_tokenizer"], **settings)
-            model.load_state_dict(load_file(folder / "model.safetensors"))
+            own_tokenizer, vocabulary = about["own_tokenizer"], about["vocabulary"]
+            backbone = _new_backbone(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            if own_tokenizer:
+                chat = Chat(load_tokenizer(folder / "tokenizer"))
+                check_tokenizer(chat, len(backbone.get_input_embeddings().weight))
+            model = cls(backbone, chat, own_tokenizer, **settings)
+            weights = load_file(folder / "model.safetensors")
+            check_shapes("its weights", model.state_dict(), weights)
+            model.load_state_dict(weights)
             model.report = about["report"]
-        except (OSError, KeyError, json.JSONDecodeError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"the step reward model in {folder} is damaged: {error}") from error
+        if vocabulary != _vocabulary(chat):
+            raise ValueError(f"the step reward model in {folder} has another vocabulary; fit a new one")
         cast(model.backbone, model.dtype)
         return model
 

@@ -73,9 +73,11 @@ def load_start(args: Args, folder: Path | None):
         "gradient_checkpointing": args.gradient_checkpointing,
         "autocast": args.autocast,
     }
+    if folder and (folder / "start").is_dir():
+        start = (folder / "start").resolve()
+        with usage_error(f"--out {folder}: ", instead_of=f"--model {start}: "):
+            return load_base(str(start), **settings)
     with usage_error():
-        if folder and (folder / "start").is_dir():
-            return load_base(str((folder / "start").resolve()), **settings)
         if args.model != "tiny":
             return load_base(args.model, **settings)
         return tiny_base(
