@@ -192,6 +192,41 @@ def test_weights_of_another_model_are_refused():
         agent(tiny(), 4).load_state_dict(agent(tiny()).state_dict())
 
 
+@pytest.mark.parametrize("kind", ["weight", "exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_saved_tensors_of_another_shape_or_without_a_moment_are_refused(rank, kind):
+    policy = agent(tiny(), rank)
+    train(policy)
+    state = policy.state_dict()
+    key = next(key for key in state if key.startswith(f"{kind}/") and "embed" not in key)
+    other_shape = state | {key: torch.ones(1, 7)}
+    missing = {name: value for name, value in state.items() if name != key}
+    for damaged, problem in ((other_shape, "1 of another shape"), (missing, "1 missing|2 unexpected")):
+        with pytest.raises(ValueError, match=f"agent 'policy' do not fit the model: {problem}"):
+            policy.load_state_dict(damaged)
+    assert same(policy.state_dict(), state)
+
+
+def test_a_row_of_a_weight_is_not_broadcast_to_all():
+    policy = agent(tiny(), 4)
+    state = policy.state_dict()
+    key = next(key for key in state if "lora_A" in key)
+    with pytest.raises(ValueError, match="1 of another shape; such as weight/"):
+        policy.load_state_dict(state | {key: state[key][:1]})
+
+
+def test_the_saved_agents_must_be_those_of_the_run():
+    with_critic, alone = agent(tiny(), critic_learning_rate=1e-2), agent(tiny())
+    states = with_critic.state_dicts()
+    assert states.keys() == {"policy", "critic"}
+    with pytest.raises(ValueError, match=r"are \['policy'\], but the run has \['critic', 'policy'\]"):
+        with_critic.load_state_dicts(alone.state_dicts())
+    with pytest.raises(ValueError, match="but the run has .'policy'."):
+        alone.load_state_dicts(states)
+    with pytest.raises(ValueError, match="the saved agents are .'critic'."):
+        with_critic.load_state_dicts({"critic": states["critic"]})
+
+
 def test_a_saved_adapter_is_loaded_by_peft(tmp_path):
     import peft
     from safetensors.torch import load_file

@@ -110,6 +110,29 @@ def test_smollm2_runs_one_rspo_loop_on_household(smollm2, tmp_path):
     assert 1e-4 < (after - before).abs().max() < 10.0  # the saved adapter has learned something
 
 
+@pytest.mark.parametrize("std, dtype", [(3e-4, "bfloat16"), (3e-4, "float32"), (1e-2, "bfloat16")])
+def test_an_adapter_of_smollm2_is_merged_unless_bf16_rounds_it_away(smollm2, tmp_path, std, dtype):
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from model import load_base
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(smollm2)
+    tuned = peft.get_peft_model(base, peft.LoraConfig(r=64, lora_alpha=64, target_modules="all-linear"))
+    for name, weight in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=std)
+    tuned.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path)
+    if (std, dtype) == (3e-4, "bfloat16"):
+        with pytest.raises(ValueError, match="is lost in bfloat16"):
+            load_base(str(tmp_path), dtype=dtype)
+    else:
+        assert load_base(str(tmp_path), dtype=dtype).changed
+
+
 def check_run(lines: list[dict], out: Path, env: str, split: str, task_types: tuple) -> None:
     """Check that all episodes were played, scored and trained on, and that none crashed."""
     explorer, buffer, policy = lines[1:4]
