@@ -362,6 +362,8 @@ def _load_lm(name: str, config, dtype: torch.dtype):
             ignore_mismatched_sizes=True,  # they are in the report
             trust_remote_code=False,
         )
+        if getattr(lm, "_hf_peft_config_loaded", False):  # transformers has added it, unmerged
+            raise ValueError("it is an adapter on a hub; download it and give its folder")
         unexpected = [key for key in report["unexpected_keys"] if not re.search(OLD_MASK, key)]
         mismatched = [key for key, *_ in report["mismatched_keys"]]
         check_keys("its weights", report["missing_keys"], unexpected, mismatched)
