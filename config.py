@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+LARGEST_COUNT = 10**9  # a larger whole number is a slip
+
 RANGES = {  # (lowest, highest) value, here and in flags.Args; every other number must be above 0
     "off_policy_fraction": (0, 1),
     "kl_coef": (0, math.inf),
@@ -25,16 +27,19 @@ RANGES = {  # (lowest, highest) value, here and in flags.Args; every other numbe
     "adam_beta1": (0, 0.9999),
     "adam_beta2": (0, 0.9999),
     "tiny_width": (1, 8192),
-    "lora_rank": (0, math.inf),
-    "env_workers": (0, math.inf),
+    "tiny_layers": (1, 64),
+    "lora_rank": (0, 8192),
+    "env_workers": (0, 1024),
     "history": (0, math.inf),
     "max_new_tokens": (2, math.inf),  # an action and the token that ends the reply
+    "temperature": (0.001, 1000),
     "vllm_memory": (0.01, 0.99),
-    "eval_temperature": (0, math.inf),
+    "eval_temperature": (0, 1000),
     "warm_start": (0, math.inf),
     "expert_share": (0, 1),
     "hesitation_share": (0, 1),
     "reward_model_episodes": (2, math.inf),
+    "threads": (1, 1024),
 }
 
 
@@ -51,6 +56,8 @@ def check_ranges(settings) -> None:
         if not low <= value <= high:
             limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"--{name} {value}: must be {limits}")
+        if isinstance(value, int) and high == math.inf and value > LARGEST_COUNT:
+            raise ValueError(f"--{name} {value}: must be at most {LARGEST_COUNT}")
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,16 @@ class Config:
         if self.off_policy_fraction == 1:
             raise ValueError(f"--off_policy_fraction {self.off_policy_fraction}: must lie in [0, 1)")
         off_tasks = self.off_policy_fraction * self.tasks_per_update
+        if self.replays and self.off_policy_fraction == 0:
+            raise ValueError(
+                f"--off_policy_fraction 0 with --method {self.method}: nothing is replayed; give for example "
+                "1/8, or --method outcome"
+            )
+        if self.replays and self.tasks_per_update == 1:
+            raise ValueError(
+                f"--tasks_per_update 1 with --method {self.method}: an update has fresh and replayed tasks; "
+                "give 2 or more, or --method outcome"
+            )
         if self.replays and abs(off_tasks - round(off_tasks)) > 1e-9:
             near = min(max(1, round(off_tasks)), self.tasks_per_update - 1) / self.tasks_per_update
             raise ValueError(

@@ -734,8 +734,12 @@ def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
         product_set = present[0]
     elif product_set is None:  # neither is complete: name the missing files of the set that was begun
         product_set = "all" if (folder / SETS["all"][0]).exists() else "small"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; WebShop's files come from {SOURCE}")
     needed = [*SETS[product_set], HUMAN_GOALS] if goals == "human" else SETS[product_set]
-    missing = [f"{file} (from {SOURCE})" for file in needed if not (folder / file).exists()]
+    missing = []
+    if files := [file for file in needed if not (folder / file).exists()]:
+        missing.append(f"{', '.join(files)} (from {SOURCE})")
     if not (folder / TITLE_NOUNS).exists() and not _has_spacy():
         missing.append(f"{TITLE_NOUNS}, or {_GET_NOUNS}")
     if not (folder / COLORS).exists() and not _normalizer(folder).exists():

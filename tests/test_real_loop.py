@@ -158,7 +158,7 @@ def test_the_gap_between_sampler_and_trainer_is_rounding(context, rank, monkeypa
 def test_the_gap_shows_a_sampler_that_is_one_update_behind(monkeypatch):
     policy, world = make("window", 8)
     groups = world.collect(policy, 2)
-    config = dataclasses.replace(CONFIG, off_policy_fraction=0.0)
+    config = dataclasses.replace(CONFIG, method="outcome")
     fresh, stale = (rspo.update(policy, groups, [], "outcome", config, random.Random(0)) for _ in range(2))
     assert fresh["sampler_gap_max"] < 1e-4
     assert stale["sampler_gap_mean"] > 1e-2 and stale["sampler_gap_max"] > 0.1

@@ -416,7 +416,7 @@ def test_later_minibatches_do_clip():
 def test_alpha_is_0_if_the_buffer_is_empty():
     with_none, metrics = gradient(ONE_STEP, off=False)
     assert metrics["alpha"] == 0.0 and metrics["replayed_episodes"] == 0
-    plain, _ = gradient(ONE_STEP, off=False, off_policy_fraction=0.0, tasks_per_update=3)
+    plain, _ = gradient(ONE_STEP, off=False, method="outcome", off_policy_fraction=0.0, tasks_per_update=3)
     assert torch.equal(with_none, plain)  # all weight on the on-policy mean
 
 
@@ -521,7 +521,11 @@ def test_the_paper_s_counts():
     [
         (dict(off_policy_fraction=0.2), "--off_policy_fraction 0.2 of --tasks_per_update 8 is 1.6 tasks"),
         (dict(off_policy_fraction=0.95), "for example with --off_policy_fraction 0.875"),
-        (dict(off_policy_fraction=0.5, tasks_per_update=1), "for example with --off_policy_fraction 0"),
+        (
+            dict(off_policy_fraction=0.5, tasks_per_update=1),
+            "--tasks_per_update 1 with --method rspo: an update",
+        ),
+        (dict(off_policy_fraction=0.0), "--off_policy_fraction 0 with --method rspo: nothing is replayed"),
         (dict(off_policy_fraction=1.0), "--off_policy_fraction 1.0: must lie in"),
         (dict(k=0), "--k 0: must be above 0"),
         (dict(total_updates=100), "--total_updates 100: must be a multiple of --k 3, for example 99 or 102"),

@@ -207,7 +207,7 @@ def test_unusable_models_and_prompts_are_refused_before_there_is_a_folder(first_
         with pytest.raises(SystemExit) as exit:
             train_main(argv(tmp_path / "run", **options))
         assert exit.value.code == 2 and not (tmp_path / "run").exists()
-        return capsys.readouterr().err.strip()
+        return capsys.readouterr().err.strip().splitlines()[-1]
 
     scorer = tmp_path / "scorer"
     shutil.copytree(first_run / "reward_model", scorer)
