@@ -737,18 +737,16 @@ def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; WebShop's files come from {SOURCE}")
     needed = [*SETS[product_set], HUMAN_GOALS] if goals == "human" else SETS[product_set]
-    missing = []
-    if files := [file for file in needed if not (folder / file).exists()]:
-        missing.append(f"{', '.join(files)} (from {SOURCE})")
-    if not (folder / TITLE_NOUNS).exists() and not _has_spacy():
-        missing.append(f"{TITLE_NOUNS}, or {_GET_NOUNS}")
+    missing = [file for file in needed if not (folder / file).exists()]
     if not (folder / COLORS).exists() and not _normalizer(folder).exists():
-        missing.append(
-            f"{COLORS} (the list COLOR_SET in web_agent_site/engine/normalize.py of the official repository, "
-            "as JSON; not needed if the data lies in the folder data of that repository)"
-        )
+        missing.append(COLORS)
+    if not (folder / TITLE_NOUNS).exists() and not _has_spacy():
+        missing.append(f"{TITLE_NOUNS} (or spaCy with en_core_web_sm)")
     if missing:
-        raise FileNotFoundError(f"WebShop's data in {folder} is incomplete. Missing: " + "; ".join(missing))
+        raise FileNotFoundError(
+            f"WebShop's data in {folder} lacks {', '.join(missing)}; get the files as docs/RUNNING.md says, from "
+            "the repository princeton-nlp/WebShop"
+        )
     return product_set
 
 

@@ -88,7 +88,7 @@ def check_paths(given: dict) -> None:
 
 def run_around(path: Path) -> Path | None:
     """Return the run folder that a path is or lies in, or None."""
-    for folder in [path, *path.absolute().parents[:3]]:
+    for folder in [path, *path.parents[:3]]:
         if (folder / "config.json").is_file() and (folder / "run.json").is_file():
             return folder
     return None

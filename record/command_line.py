@@ -264,11 +264,12 @@ class CommandLine:
     def similar_names(self, flag: str) -> list[str]:
         """Return the flags, at most three, that a misspelt or shortened flag may stand for."""
         bare = flag.lstrip("".join(DASHES)).lower().replace("-", "_")
-        bare = self.old_names.get(bare, bare)
         if bare in self.flags:
             return [bare]
-        longer = [name for name in self.flags if bare and name.startswith(bare)]
-        return longer[:3] or difflib.get_close_matches(bare.removeprefix("no_"), self.flags, 1, cutoff=0.7)
+        known = [*self.flags, *self.old_names]
+        close = [name for name in known if bare and name.startswith(bare)][:3]
+        close = close or difflib.get_close_matches(bare.removeprefix("no_"), known, 1, cutoff=0.7)
+        return [self.old_names.get(name, name) for name in close]
 
     def present_name(self, argument: str) -> str:
         """Replace dashes and an old name: `--tasks-per-step=8` becomes `--tasks_per_update=8`."""
