@@ -79,7 +79,8 @@ class Config:
     group_size: int = 8
     """N: episodes per task. PPO plays tasks_per_update * group_size tasks once each."""
     off_policy_fraction: float = 0.125
-    """alpha: share of an update that is replayed. alpha * tasks_per_update must be a whole number."""
+    """alpha: share of an update that is replayed, for example 1/8. alpha * tasks_per_update must be a whole
+    number above 0."""
     buffer_tasks: int = 14
     """Tasks (N episodes each) that B plays into the replay buffer in each loop."""
     replay_strategy: Literal["reward", "variance", "random"] = "reward"
@@ -132,18 +133,20 @@ class Config:
             near = f"{below} or {below + self.k}" if below else f"{self.k}"
             why = f"must be a multiple of --k {self.k}, for example {near}"
             raise ValueError(f"--total_updates {self.total_updates}: {why}")
-        if self.off_policy_fraction == 1:
-            raise ValueError(f"--off_policy_fraction {self.off_policy_fraction}: must lie in [0, 1)")
-        off_tasks = self.off_policy_fraction * self.tasks_per_update
-        if self.replays and self.off_policy_fraction == 0:
-            raise ValueError(
-                f"--off_policy_fraction 0 with --method {self.method}: nothing is replayed; give for example "
-                "1/8, or --method outcome"
-            )
         if self.replays and self.tasks_per_update == 1:
             raise ValueError(
                 f"--tasks_per_update 1 with --method {self.method}: an update has fresh and replayed tasks; "
                 "give 2 or more, or --method outcome"
+            )
+        off_tasks = self.off_policy_fraction * self.tasks_per_update
+        if self.off_policy_fraction == 1 or (self.replays and self.tasks_per_update - off_tasks < 1e-9):
+            raise ValueError(
+                f"--off_policy_fraction {self.off_policy_fraction}: must lie in [0, 1); give for example 1/8"
+            )
+        if self.replays and off_tasks < 1e-9:
+            raise ValueError(
+                f"--off_policy_fraction {self.off_policy_fraction} with --method {self.method}: nothing is "
+                "replayed; give for example 1/8, or --method outcome"
             )
         if self.replays and abs(off_tasks - round(off_tasks)) > 1e-9:
             near = min(max(1, round(off_tasks)), self.tasks_per_update - 1) / self.tasks_per_update

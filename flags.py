@@ -271,8 +271,7 @@ def prepare(argv: list[str]) -> Args:
     """
     args = parse(argv)
     env = environment(args)
-    if not args.plan:
-        check_folders(args)
+    check_folders(args)
     args = resolve(args, env)
     if not args.plan:
         check(args, env)

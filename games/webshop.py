@@ -744,8 +744,8 @@ def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
         missing.append(f"{TITLE_NOUNS} (or spaCy with en_core_web_sm)")
     if missing:
         raise FileNotFoundError(
-            f"WebShop's data in {folder} lacks {', '.join(missing)}; get the files as docs/RUNNING.md says, from "
-            "the repository princeton-nlp/WebShop"
+            f"WebShop's data in {folder} lacks {', '.join(missing)}; get the files from the repository "
+            "princeton-nlp/WebShop, as docs/RUNNING.md says"
         )
     return product_set
 

@@ -109,7 +109,8 @@ LFS_POINTER = b"version https://git-lfs"
 def check_model(args, name: str) -> None:
     """Raise UsageError unless the folder of a flag holds a model, a tokenizer and a chat template.
 
-    Reads the small files and the first bytes of the large ones. A hub id is only checked for its form.
+    Reads the small files and the first bytes of the large ones. A plan needs only the model's settings. A
+    hub id is only checked for its form.
     """
     model = getattr(args, name)
     path = Path(model)
@@ -127,13 +128,14 @@ def check_model(args, name: str) -> None:
     check_that_it_acts(args, name, files)
     if not files & SETTINGS:
         refuse(args, name, "the folder has no config.json; give a folder written by save_pretrained")
-    for file in sorted(files):
-        if is_lfs_pointer(path / file):
-            refuse(args, name, f"its {file} is a pointer of Git LFS; run git lfs pull in its repository")
     if "adapter_config.json" in files:
         check_base_of_adapter(args, name, read_object(args, name, "adapter_config.json"))
     else:
         read_object(args, name, "config.json")
+    if args.plan:
+        return
+    for file in sorted(files):
+        refuse_lfs_pointer(args, name, file)
     if not any(fnmatch(file, pattern) for file in files for pattern in WEIGHTS):
         refuse(args, name, "the folder has no weights; copy its *.safetensors files into it")
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"}:
@@ -160,16 +162,18 @@ def check_that_it_acts(args, name: str, files: set[str]) -> None:
         refuse(args, name, "is a step reward model, which cannot act; give it with --reward_model")
 
 
-def is_lfs_pointer(path: Path) -> bool:
-    """Return True if a file holds only the address of its content, as a clone without Git LFS leaves it."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
+def refuse_lfs_pointer(args, name: str, file: str) -> None:
+    """Raise UsageError for a file that holds only the address of its content: a clone without Git LFS."""
+    path = Path(getattr(args, name), file)
+    if path.is_file():
+        with open(path, "rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                refuse(args, name, f"its {file} is a pointer of Git LFS; run git lfs pull in its repository")
 
 
 def read_object(args, name: str, file: str) -> dict:
     """Return the JSON object in a file of a model's folder. Raises UsageError that names the file."""
+    refuse_lfs_pointer(args, name, file)
     try:
         found = json.loads(Path(getattr(args, name), file).read_text(encoding="utf-8"))
         why = "" if isinstance(found, dict) else "it holds no JSON object"

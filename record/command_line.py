@@ -110,6 +110,7 @@ class Flag:
         return found
 
 
+NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps "[default:" and the value on one line
 LONGEST_NUMBER = 40  # characters
 
 
@@ -195,18 +196,18 @@ class CommandLine:
                 if flag.default == "on":
                     text += f" [default: on; --no_{flag.name} switches it off]"
                 elif not flag.is_switch:
-                    text += f" [default: {flag.default}]"
+                    text += f" [default:{NO_BREAK}{flag.default}]"
                 options = {"action": "store_true"}
                 if not flag.is_switch:
                     options = {"metavar": flag.placeholder, "nargs": "+" if flag.takes_many else None}
                 group.add_argument(f"--{flag.name}", help=text, **options)
-        return parser.format_help()
+        return parser.format_help().replace(NO_BREAK, " ")
 
     def print_help(self) -> None:
         """Print the help."""
         try:
             print(self.help(), flush=True)
-        except BrokenPipeError:  # `--help | head`: without this, Python fails once more when it closes stdout
+        except OSError:  # `--help | head` has closed the pipe. Closing stdout would raise this again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def read(self, argv: list[str]) -> dict:

@@ -270,6 +270,14 @@ def test_help_shows_each_flag_once_with_its_true_default(help_lines):
     assert re.search(r"--learning_rate FLOAT.*\[default: tiny 4e-4 .*, LoRA 3e-6, full weights 1e-6\]", text)
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_fits_the_terminal_and_keeps_a_default_on_one_line(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = flags.COMMAND_LINE.help().splitlines()
+    assert max(map(len, lines)) <= width and not [line for line in lines if line.endswith("[default:")]
+    assert all(line.isprintable() and line.isascii() for line in lines)
+
+
 def test_every_open_default_is_described_and_every_range_is_of_a_flag():
     assert [flag.name for flag in ALL_FLAGS if not flag.default or not flag.meaning] == []
     assert set(RANGES) <= {field.name for field in dataclasses.fields(Args)}

@@ -525,7 +525,7 @@ def test_the_paper_s_counts():
             dict(off_policy_fraction=0.5, tasks_per_update=1),
             "--tasks_per_update 1 with --method rspo: an update",
         ),
-        (dict(off_policy_fraction=0.0), "--off_policy_fraction 0 with --method rspo: nothing is replayed"),
+        (dict(off_policy_fraction=0.0), "--off_policy_fraction 0.0 with --method rspo: nothing is replayed"),
         (dict(off_policy_fraction=1.0), "--off_policy_fraction 1.0: must lie in"),
         (dict(k=0), "--k 0: must be above 0"),
         (dict(total_updates=100), "--total_updates 100: must be a multiple of --k 3, for example 99 or 102"),
