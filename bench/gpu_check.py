@@ -59,6 +59,8 @@ TESTED = [  # test files that use the device
     "tests/test_losses.py",
     "tests/test_buffer.py",
     "tests/test_batch.py",
+    "tests/test_chat.py",
+    "tests/test_model.py",
     "tests/test_policy.py",
     "tests/test_sampler.py",
     "tests/test_rspo.py",
