@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from games import alfworld_engine, household, webshop, webshop_player
-from games.alfworld_files import alfworld_games, alfworld_vocabulary
+from games.alfworld_files import alfworld_splits, alfworld_vocabulary
 from games.alfworld_player import Notebook, Walkthrough
 
 SEARCH = "search[<your query>]"  # an action to fill in; the wording is verl-agent's
@@ -158,7 +158,7 @@ class AlfWorld:
         Raises ValueError if games are missing and ImportError if ALFWorld is not installed.
         """
         alfworld_engine.check_installed()
-        self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
+        self.games = dict(alfworld_splits(data))
         self._game = None
 
     @property
