@@ -474,6 +474,7 @@ def test_share_of_groups_without_spread_and_repeated_states():
     metrics = episode_metrics([same, mixed], "outcome")
     assert metrics["zero_spread_groups"] == 0.5
     assert metrics["repeated_states"] == 2  # door 0 again in the first and in the last episode
+    assert metrics["repeated_states_per_episode"] == 0.5  # so 56 episodes compare with 64
     assert metrics["success"] == 0.75
 
 
