@@ -151,9 +151,8 @@ def games_of(task_type, solved, unsolved):
 
 
 def test_a_game_that_crashed_at_its_start_has_the_type_unknown():
-    found = panel(
-        games_of("Pick", 3, 2) + games_of("", 0, 1) + games_of("Look", 1, 3), ("Pick", "Look", "Heat")
-    )
+    types = ("Pick", "Look", "Heat")
+    found = panel(games_of("Pick", 3, 2) + games_of("", 0, 1) + games_of("Look", 1, 3), types)
     counts = {name: (result["games"], result["successes"]) for name, result in found["by_type"].items()}
     assert counts == {"Pick": (5, 3), "Look": (4, 1), "Heat": (0, 0), "unknown": (1, 0)}
     assert (found["games"], found["successes"], found["crashed_episodes"]) == (10, 4, 1)
