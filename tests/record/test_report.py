@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from buffer import Step, StopReason, Trajectory
+from demo.toy import ToyPolicy
+from flags import Args
 from record import report
 from record.log import Log, eval_file, numbers_of, read_lines, wandb_listener
 from record.metrics import panel, progress, start_and_end, wilson_interval
+from record.recorder import Recorder, progress_bar
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -78,6 +81,25 @@ def test_an_evaluation_gets_a_file_of_its_own(tmp_path):
         path = eval_file(tmp_path)
         assert path == tmp_path / name
         path.touch()
+
+
+@pytest.mark.parametrize("max_centre", [None, 5.0])
+def test_a_large_centre_is_mentioned_once(tmp_path, capsys, max_centre):
+    args = Args(max_centre=max_centre)
+    world = SimpleNamespace(episodes=0, turns=0)
+    recorder = Recorder(args, tmp_path, ToyPolicy(), world, None, Log(tmp_path), started=0.0)
+    recorder.bar = progress_bar(args.total_updates, "updates")
+    for update, centre_max in enumerate((9.9, 12.34, 15.0), start=1):
+        metrics = {"replayed_episodes": 1, "clip_fraction_on": 0.0, "centre_max": centre_max}
+        recorder.log_update("policy", [], metrics, update)
+    recorder.bar.close()
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    if max_centre:
+        assert warned == []
+    else:
+        (line,) = warned
+        assert line.startswith("warning: update 2: a replayed token has c = pi_old / pi_B = 12.3 and may ")
+        assert "--max_centre 10 leaves such tokens out" in line
 
 
 # --- panels -------------------------------------------------------------------------------------------------
