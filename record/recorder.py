@@ -131,8 +131,8 @@ class Recorder:
             self.warned_of_centre = True
             print_line(
                 f"warning: update {updates}: a replayed token has c = pi_old / pi_B = {largest:.1f} and may "
-                f"outweigh all others; --max_centre {LARGE_CENTRE:g} leaves such tokens out. Later ones are only "
-                "logged, as centre_max"
+                f"outweigh all others; --max_centre {LARGE_CENTRE:g} leaves such tokens out. Later ones are "
+                "only logged, as centre_max"
             )
         self.show(line)
 
