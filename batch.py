@@ -45,6 +45,7 @@ class Row:
     advantages: Tensor | None = field(default=None, repr=False)
     old_values: Tensor | None = field(default=None, repr=False)
     returns: Tensor | None = field(default=None, repr=False)
+    loss_mask: Tensor | None = field(default=None, repr=False)  # bool; None: all action tokens
 
     @property
     def action_mask(self) -> Tensor:
@@ -59,6 +60,11 @@ class Row:
         """Count the action tokens."""
         return sum(end - start for _, start, end in self.spans)
 
+    @property
+    def loss_tokens(self) -> int:
+        """Count the tokens in the loss: the action tokens, or those of the loss mask."""
+        return self.action_tokens if self.loss_mask is None else int(self.loss_mask.sum())
+
     def column_of(self, name: str) -> Tensor | None:
         """Build a column (T,) from an attribute of the row's steps; None if a step has no value yet.
 
@@ -71,7 +77,8 @@ class Row:
                 return None
             if isinstance(value, list):
                 if len(value) != end - start:
-                    raise ValueError(f"step {index} has {len(value)} {name} for {end - start} action tokens")
+                    counts = f"{len(value)} {name} for {end - start} action tokens; each token needs one"
+                    raise ValueError(f"step {index} of task {self.trajectory.task_id} has {counts}")
                 value = torch.tensor(value)
             column[start:end] = value
         return column
@@ -188,7 +195,8 @@ def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -
     input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    action_mask = pad_sequence([row.action_mask for row in rows], batch_first=True)
+    masks = [row.action_mask if row.loss_mask is None else row.loss_mask for row in rows]
+    action_mask = pad_sequence(masks, batch_first=True)
     return Batch(rows, input_ids.to(device), attention_mask.to(device), action_mask.to(device))
 
 

@@ -167,6 +167,15 @@ def clipped_surrogate(
     return loss, clipped
 
 
+def within_centre(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, max_centre: float) -> Tensor:
+    """1 / max_centre <= c <= max_centre per token, c = pi_old / pi_b   (an option, not in the paper)
+
+    All tensors have one shape; mask bool. Returns bool, False where masked. A NaN stays in.
+    """
+    _check(mask, old_logprobs, behavior_logprobs)
+    return mask & ~(_log_ratio(old_logprobs, behavior_logprobs, mask).abs() > math.log(max_centre))
+
+
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """k3 = exp(d) - 1 - d with d = log(pi_ref / pi)   (Schulman 2020)
 

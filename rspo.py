@@ -179,7 +179,7 @@ def add_gradient(
 ) -> None:
     """Add the gradient of weight * (sum of the policy loss / count), micro-batch by micro-batch.
 
-    rows: this rank's rows of one source, "on" or "off"; count: action tokens of that source on all ranks.
+    rows: this rank's rows of one source, "on" or "off"; count: loss tokens of that source on all ranks.
     Fresh rows also train PPO's critic, replayed rows do not.
     """
     for batch in batches_of(agent, rows, config):
@@ -204,11 +204,27 @@ def sampler_gap(rows: list[Row]) -> dict[str, float]:
     """Compare the sampler's log-probs of fresh action tokens with the trainer's, which the loss reads.
 
     Returns the mean and the largest absolute difference. More than rounding is a fault: an engine with stale
-    weights, another temperature or other tokens.
+    weights, another temperature or other tokens. Raises ValueError if their number is not that of the tokens.
     """
     sampled = torch.cat([row.column_of("sampler_logprobs")[row.action_mask] for row in rows])
     gap = (take(rows, "old_logprobs") - sampled).abs().double()
     return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
+
+
+def centre_metrics(rows: list[Row]) -> dict[str, float]:
+    """Describe c = pi_old / pi_B of the replayed action tokens: the largest, and the shares far from 1."""
+    if not rows:
+        return {}
+    log_c = (take(rows, "old_logprobs") - take(rows, "behavior_logprobs")).double()
+    c = log_c.clamp(-losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO).exp()
+    metrics = {
+        "centre_max": c.max().item(),
+        "centre_above_2": (c > 2).double().mean().item(),
+        "centre_below_half": (c < 0.5).double().mean().item(),
+    }
+    if rows[0].loss_mask is not None:
+        metrics["centre_dropped"] = 1 - sum(row.loss_tokens for row in rows) / len(c)
+    return metrics
 
 
 class NothingToTrainOn(RuntimeError):
@@ -248,6 +264,11 @@ def update(
     score_rows(agent, on_rows + off_rows, config)
     for row in on_rows:
         row.behavior_logprobs = row.old_logprobs  # pi_b = pi_old: the clip's centre c is 1
+    if config.max_centre is not None:
+        for row in off_rows:
+            columns = (row.old_logprobs, row.behavior_logprobs, row.action_mask)
+            row.loss_mask = losses.within_centre(*columns, config.max_centre)
+    described = {**sampler_gap(on_rows), **centre_metrics(off_rows)}  # raises before a weight moves
     if config.algo == "ppo":
         set_token_advantages(on_episodes, off_episodes, reward, config)
 
@@ -262,13 +283,13 @@ def update(
             drawn = [("on", row) for row in on_parts[part]] + [("off", row) for row in off_parts[part]]
             local = [drawn[i] for i in local_rows([row for _, row in drawn])]
             for source, weight in [("on", 1 - alpha), ("off", alpha)]:
-                count = sum(row.action_tokens for kind, row in drawn if kind == source)  # over all ranks
-                rows = [row for kind, row in local if kind == source]
+                count = sum(row.loss_tokens for kind, row in drawn if kind == source)  # over all ranks
+                rows = [row for kind, row in local if kind == source and row.loss_tokens]
                 add_gradient(agent, rows, source, weight, count, config, totals)
             optimizer_step(agent, config, totals)
     return {
         **totals.means(),
-        **sampler_gap(on_rows),
+        **described,
         "replayed_episodes": len(off),
         "alpha": alpha,
         "optimizer_steps": parts * config.epochs,

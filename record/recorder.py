@@ -20,6 +20,8 @@ from record.metrics import episode_metrics, panel, progress, start_and_end
 from rollout import World
 from scale import distributed
 
+LARGE_CENTRE = 10.0  # a replayed token with a larger c = pi_old / pi_B is mentioned, once
+
 # --- lines for people ---------------------------------------------------------------------------------------
 
 
@@ -74,6 +76,7 @@ class Recorder:
         self.bar: tqdm | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
         self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose transcripts are written
+        self.warned_of_centre = args.max_centre is not None  # such tokens are then left out
 
     def timed(self, phase: str, call: Callable):
         """Return call() and add its time to the next line's seconds_<phase>."""
@@ -123,6 +126,14 @@ class Recorder:
             )
         if agent == "policy" and self.args.off_policy_episodes and not line["replayed_episodes"]:
             print_line(f"update {updates}: the replay buffer is empty, so alpha is 0 for this update")
+        largest = line.get("centre_max", 0.0)
+        if largest > LARGE_CENTRE and not self.warned_of_centre:
+            self.warned_of_centre = True
+            print_line(
+                f"warning: update {updates}: a replayed token has c = pi_old / pi_B = {largest:.1f} and may "
+                f"outweigh all others; --max_centre {LARGE_CENTRE:g} leaves such tokens out. Later ones are "
+                "only logged, as centre_max"
+            )
         self.show(line)
 
     def show(self, line: dict) -> None:

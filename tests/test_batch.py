@@ -78,7 +78,7 @@ def test_a_column_that_a_step_lacks_is_none():
 
 
 def test_a_column_needs_one_number_per_action_token():
-    with pytest.raises(ValueError, match="step 1 has 1 behavior_logprobs for 2 action tokens"):
+    with pytest.raises(ValueError, match="step 1 of task .* has 1 behavior_logprobs for 2 action tokens"):
         rows_of(episode(steps=[step(behavior_logprobs=[-1.0]), step((9,), (3, 4), behavior_logprobs=[-1.0])]))
 
 

@@ -519,3 +519,15 @@ def test_the_gradient_does_not_know_how_rows_were_split(size):
 
     assert close(gradient(size), gradient(8), 1e-12)
     assert gradient(8).abs().min() > 1e-3
+
+
+def test_a_token_is_within_the_centre_if_neither_c_nor_its_inverse_is_above_the_bound():
+    c = torch.tensor([[1.0, 2.9, 3.1, 0.34, 0.33, 3.1, 1.0]], dtype=torch.double)
+    mask = torch.tensor([[True, True, True, True, True, False, False]])
+    behavior = torch.full_like(c, -1.0)
+    old = behavior + c.log()
+    within = losses.within_centre(old, behavior, mask, 3.0)  # 1 / 3 = .333
+    assert within.tolist() == [[True, True, False, True, False, False, False]]
+    old[0, 2] = math.nan  # stays in, so that the loss shows it
+    assert losses.within_centre(old, behavior, mask, 3.0)[0, 2]
+    assert losses.within_centre(old, behavior, mask, 3.0)[~mask].sum() == 0

@@ -1,5 +1,6 @@
 """Ranks that work as one: what one process computes, two and three compute too. Ranks are real processes."""
 
+import copy
 import json
 import os
 import pickle
@@ -121,6 +122,15 @@ def many_steps(episodes):
     return done
 
 
+def near_tokens(episodes):
+    """An update that leaves every second replayed turn out, as its centre is beyond --max_centre."""
+    on, off = copy.deepcopy(episodes["grpo"])
+    for member in off:
+        for step in member.steps[::2]:
+            step.behavior_logprobs = [logprob - 2.0 for logprob in step.behavior_logprobs]
+    return one_gradient(config_of("grpo", max_centre=2.0, tokens_per_micro_batch=16), on, off)
+
+
 def uneven(episodes):
     """One episode far longer than the rest; three in all; and one."""
     config = config_of("grpo")
@@ -219,7 +229,7 @@ def exchanges(episodes):
     return found
 
 
-SCENES = [gradients, many_steps, uneven, played, replay, algorithm_1, dense_scores, exchanges]
+SCENES = [gradients, many_steps, near_tokens, uneven, played, replay, algorithm_1, dense_scores, exchanges]
 
 
 def loss(folder):
@@ -326,7 +336,9 @@ def close(one, other, path=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", ["gradients", "many_steps", "uneven", "played", "replay", "algorithm_1"])
+@pytest.mark.parametrize(
+    "scene", ["gradients", "many_steps", "near_tokens", "uneven", "played", "replay", "algorithm_1"]
+)
 def test_several_ranks_find_what_one_process_finds(scene, alone, ranks):
     for result in ranks.found:
         close(result[scene], alone[1][scene])
@@ -339,6 +351,7 @@ def test_the_gradients_that_are_compared_are_not_zero(alone):
         assert all(torch.tensor(values).abs().max() > 1e-4 for values in seen.values())
         assert metrics["replayed_episodes"] == 4 and metrics["policy_loss_off"] < -0.1
     assert all(metrics["clip_fraction_on"] > 0 for _, _, metrics in alone[1]["many_steps"].values())
+    assert alone[1]["near_tokens"][1]["centre_dropped"] == pytest.approx(2 / 3)  # turns 1 and 3 of three
 
 
 @pytest.mark.slow
