@@ -115,7 +115,7 @@ class Work:
     """The work of one call."""
 
     tokens: dict[str, int]  # by kind
-    flops: float  # without repeated ones
+    flops: float  # without repeated FLOPs
     repeated: float = 0.0  # FLOPs that gradient checkpointing computes a second time
 
 
@@ -153,7 +153,7 @@ class Costs:
     def update(self, tokens: int, actions: int) -> Work:
         """Return the work of an update: old and reference log-probs, then a forward and a backward pass.
 
-        Frozen parameters pass gradients on, but have none of their own.
+        A backward pass goes through frozen parameters, but computes no gradient for them.
         """
         scores = self.log_probs(tokens, actions).flops
         reference = scores - self.adapter * tokens
@@ -164,7 +164,7 @@ class Costs:
 def peak_flops(device: str) -> float | None:
     """Return the device's peak FLOP/s.
 
-    A GPU's peak is looked up by name, and None if the name is unknown. A CPU's peak is measured in fp32.
+    A GPU's peak is looked up by name; it is None if the name is unknown. A CPU's peak is measured in fp32.
     """
     if device == "cpu":
         a, b = torch.rand(2, 1024, 1024)

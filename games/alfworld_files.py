@@ -1,4 +1,4 @@
-"""ALFWorld's game files on disk: which games a split has, and which words they contain.
+"""ALFWorld's game files on disk: the list of a split's games, and the words that they contain.
 
 `alfworld_games` lists the files that can be played, `alfworld_vocabulary` reads the words for the tiny model.
 Both leave out damaged files with one warning, and raise ValueError if no file is left. To list a split with

@@ -14,9 +14,9 @@ def mean(values: list[float]) -> float:
 
 
 def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
-    """Describe the episodes of one update. Crashed episodes are counted and otherwise left out.
+    """Describe the episodes of one update. Crashed episodes are counted, but enter no mean.
 
-    `reward`, "outcome" or "dense", is the one that the agent is trained on.
+    reward: the training reward of the agent, "outcome" or "dense".
     """
     members = [member for group in groups for member in group.trajectories]
     episodes = [member for member in members if member.usable]
@@ -48,7 +48,7 @@ def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
 
 
 def panel(trajectories: list[Trajectory], task_types: tuple[str, ...]) -> dict:
-    """Success in 0-1, of all games and per task type. A crashed game is not solved, and counted too."""
+    """Return the results of a panel, overall and per task type. A crashed game counts as not solved."""
     by_type = {}
     for task_type in task_types:
         games = [trajectory for trajectory in trajectories if trajectory.task_type == task_type]
@@ -64,7 +64,7 @@ def panel(trajectories: list[Trajectory], task_types: tuple[str, ...]) -> dict:
 
 
 def start_and_end(lines: list[dict]) -> dict[str, tuple[dict, dict]]:
-    """For each split the first and the last line of its panel."""
+    """Return the first and the last panel line of each split."""
     first, last = {}, {}
     for line in lines:
         if line["agent"] == "evaluation":
@@ -74,7 +74,7 @@ def start_and_end(lines: list[dict]) -> dict[str, tuple[dict, dict]]:
 
 
 def progress(start: dict, end: dict) -> dict:
-    """A split's part of summary.json."""
+    """Return a split's entry of summary.json, from its first and its last panel line."""
     ends = {"start": start, "end": end}
     return {
         "games": end["games"],

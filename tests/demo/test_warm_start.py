@@ -96,7 +96,7 @@ def test_demonstrations_need_an_expert():
     class Unknown(ToyEnv):
         searching_expert = property()  # reading it raises AttributeError
 
-    with pytest.raises(ValueError, match="toy has no expert"):
+    with pytest.raises(ValueError, match="toy has no searching expert"):
         demonstrations(toy_world(make_env=Unknown), 2, 0.5, 0.2)
 
 
