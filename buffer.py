@@ -223,7 +223,7 @@ class ReplayBuffer:
         return drawn
 
     def keep_newest(self, groups: int) -> None:
-        """Drop all episodes but those of the newest `groups` groups (RSPO_H: A's own latest episodes)."""
+        """Keep only the episodes of the newest `groups` groups (RSPO_H: A's own latest episodes)."""
         if groups < 0:
             raise ValueError(f"{groups} groups cannot be kept: give 0 or more")
         newest = set(heapq.nlargest(groups, {entry.group for entry in self._entries}))

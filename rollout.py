@@ -11,8 +11,8 @@ The environments run in the slots of a pool, in this process or in worker proces
 several ranks each rank plays a share of the episodes, and all episodes are gathered on every rank.
 
 Left out:
-* Asynchronous rollouts: a turn waits for its slowest environment. Here environments are much faster than the
-  model.
+* Asynchronous rollouts: a turn waits for its slowest environment. The environments of this project are much
+  faster than the model.
 * Playing a crashed episode again: it stays in its group, marked, and is not trained on.
 * Drawing more tasks in place of groups with equal rewards (as DAPO does).
 """
@@ -102,7 +102,7 @@ class Episode:
         return action
 
     def trajectory(self) -> Trajectory:
-        """Return the record of a stopped episode. Only a finished game has an outcome; others get 0."""
+        """Return the record of a stopped episode. Unless the game has finished, the outcome is 0."""
         finished = self.stop_reason is StopReason.FINISHED
         return Trajectory(
             task_id=f"{self.env_name}/{self.split}/{self.index}",
@@ -122,7 +122,7 @@ class World:
     group_size: N, episodes per training task.
     step_limit: turns per episode; None: the environment's own limit.
     temperature: sampling temperature of training episodes.
-    parallel: episodes played at once on each rank; the KV cache grows with it. Others wait for a free slot.
+    parallel: episodes played at once on each rank; the KV cache grows with it. The rest wait for a slot.
     seed: decides the order of games and all draws.
     workers: processes of each rank that run the environments; 0: they run in this process. With workers
         `make_env` must be picklable. `close` ends the processes.

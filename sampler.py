@@ -12,8 +12,8 @@ sampled). A row's last sampled token enters the cache with its next prompt:
     b   p p . . s .               0 1     2
 
 Left out:
-* Top-k, top-p and penalties, also those in a checkpoint's generation_config: the sampler's
-  log-probs would differ from the trainer's. Tokens are drawn from softmax(logits / temperature).
+* Top-k, top-p and penalties, also those in a checkpoint's generation_config: the sampler's log-probs
+  would differ from the trainer's. Tokens are drawn from softmax(logits / temperature).
 * Sharing the cache of the prompt with which all episodes of a group begin. vLLM shares prefixes
   (scale/vllm_sampler.py).
 * Models with recurrent layers, and sequences longer than an attention window. Both are refused.

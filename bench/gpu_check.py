@@ -1,4 +1,4 @@
-"""Check on a machine with a GPU that this project works there, and how fast: `python -m bench.gpu_check`.
+"""Check that this project works on a machine with a GPU, and its speed: `python -m bench.gpu_check`.
 
 The check takes at most 8 minutes and has two parts. If one part fails or exceeds its time, the other still
 runs, and the exit status is 1. `--dry_run` runs the same code on the CPU with a tiny model, but it measures

@@ -2,7 +2,7 @@
 
 `rspo.train` needs an agent with `logprobs`, `step` and `fork`, a world with `collect`, and a dense reward
 with `score`. Here each of them takes a few lines, so one loop of Algorithm 1 runs in milliseconds.
-demo/walkthrough.py shows such a loop number by number. The tests drive the algorithm with it.
+demo/walkthrough.py shows such a loop number by number. The tests drive the algorithm with this toy.
 
 Shapes: B rows, T tokens (columns), V words of the vocabulary.
 """
@@ -100,7 +100,7 @@ class ToyPolicy:
 
     It cannot tell the doors apart, as every prompt ends with <agent>. So it has one probability of "right",
     at all doors. `lead` is the first logit of "left"; the logit of "right" starts at 0. With 0.5, "right" has
-    probability 0.378, and "right" three times has 0.054. The methods are those of policy.Policy that
+    probability 0.378, and "right" three times has 0.054. It has the methods of policy.Policy that
     `rspo.train` calls.
     """
 

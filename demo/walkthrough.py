@@ -7,7 +7,7 @@ function. Sentences that say what happened are written for seed 0; tests/demo/te
 Links name no lines, as lines change with every edit.
 
 Left out: GiGPO and PPO; more than one update per phase; the KL term and the entropy bonus, whose weights are
-0 here, so that all numbers follow from Eq. 1-4.
+0 in CONFIG, so that all numbers follow from Eq. 1-4.
 
 Shapes: B rows, T tokens (columns).
 """

@@ -255,7 +255,7 @@ class _Table:
         self._nodes.clear()
         self._lists.clear()
         self._n_transitions = 0
-        self._first = None  # it would keep every state that was reached from it
+        self._first = None  # its node would keep alive every state that was reached from it
 
     def _node(self, true: int, denied: int) -> _Node:
         """Return the node of a state. It is made if the state is new."""

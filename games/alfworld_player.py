@@ -22,7 +22,7 @@ STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 
 
 class Notebook:
-    """Notes of what one episode has shown. Names are ALFWorld's: "mug 1", "cabinet 4"."""
+    """Notes on the facts that one episode has shown. Names are ALFWorld's: "mug 1", "cabinet 4"."""
 
     def __init__(self, task: str, admissible: list[str]):
         """Start the notes of an episode with its task and the commands that are admissible at its start."""
@@ -36,7 +36,7 @@ class Notebook:
         self.here = ""
 
     def read(self, text: str, admissible: list[str]) -> None:
-        """Note what the answer to a command says, and what the admissible commands show."""
+        """Note the facts in the answer to a command and in the admissible commands."""
         if arrived := re.match(r"You arrive at (\S+ \d+)\.", text):
             self.here = arrived[1]
         if listing := LISTING.search(text):

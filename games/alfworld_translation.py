@@ -39,7 +39,7 @@ class Sentences:
     repeated for each answer to the query. A query is a list of predicates that must all hold.
 
     `mapping` maps placeholders, (name, type), to entities. `true` and `denied` are sets of atoms as bits: the
-    atoms that are true, and those that were denied. With None, a query of an atom raises ValueError.
+    true atoms and the denied atoms. With None, a query of an atom raises ValueError.
     """
 
     def __init__(self, data: dict):
@@ -406,7 +406,7 @@ def _command_tables(task: _Task, operators: list[_Operator]) -> dict:
 def _change_tables(operators: list[_Operator], twins: dict[int, int], number_of: dict[int, int]) -> dict:
     """Return the conditions and the effects of the operators.
 
-    "effects" holds what an operator always changes, "uncertain" its conditional effects: [operator,
+    "effects" holds an operator's unconditional effects, "uncertain" its conditional effects: [operator,
     condition, literal].
     """
     certain = []

@@ -91,7 +91,7 @@ def _shuffled(rng: random.Random, items) -> list[str]:
 
 
 def _suits(thing: str, receptacle: str) -> bool:
-    """Keep pens out of fridges at the start of a game. The rules allow them there."""
+    """Keep pens out of fridges at the start of a game. The rules allow the player to put them there."""
     return thing in KITCHENWARE or receptacle not in APPLIANCES
 
 
@@ -146,7 +146,7 @@ def _listing(names) -> str:
 
 
 class Room:
-    """A game in play: the state, the admissible commands, the answers, and what the player has seen."""
+    """A game in play: its state, admissible commands, answers, and the receptacles that were searched."""
 
     def __init__(self, game: Game, search_order: list[str]):
         """Start the game. search_order: the receptacles in the order in which `advice` searches them."""
@@ -273,7 +273,7 @@ class Room:
         """Write the notes for a prompt: receptacles to search, places of objects for the task, held object.
 
         They contain only facts that observations have shown. The target needs no search, as the objects for
-        the task never start there. Example: "search safe 1; seen mug 1 in bed 1; holding clean cup 1".
+        the task never start in it. Example: "search safe 1; seen mug 1 in bed 1; holding clean cup 1".
         """
         out = []
         if left := [r for r in self.contents if r not in self.searched and r != self.game.target]:

@@ -7,8 +7,8 @@ of this file is: products, goals, reward, pages, sessions. The search engine is 
 The shop has its own random generator. It draws the prices of products that are sold in a range, and the price
 limits of goals. `seed` gives the same goals as the official program after random.seed(seed).
 
-Left out: the special queries <r>, <a>, <c> and <q>, which are plain text here (two of them crash the official
-program); images; and reviews, as the official data has none.
+Left out: the special queries <r>, <a>, <c> and <q>, which this engine reads as plain text (two of them crash
+the official program); images; and reviews, as the official data has none.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those on this machine."""
+    """Return this process's rank among the ranks on this machine."""
     return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
 
 
@@ -279,6 +279,6 @@ def check_alike(parameters: list[Tensor]) -> None:
     sums = [float(p.detach().double().sum()) for p in parameters] if world_size() > 1 else []
     if any(other != sums for other in gather([sums])):
         raise RuntimeError(
-            f"the weights of rank {rank()} differ from those of other ranks: the ranks train different "
+            f"rank {rank()} has other weights than another rank: the ranks train different "
             "policies; use GPUs of one kind and equal package versions"
         )

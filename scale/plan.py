@@ -16,7 +16,7 @@ The parts of an update are:
     slack               SLACK of all parts that come and go, because allocators cannot use every gap; and
                         CONTEXT for the GPU's libraries
 With --sampler vllm, the engine's share of the GPU replaces the rollout's own parts. It stays during updates.
-tests/scale/test_plan.py measures the peak of an update on a CPU: the estimate is within 15 % of it.
+tests/scale/test_plan.py measures the peak of an update on a CPU: the estimate is within 15 % of the peak.
 Not included: freed memory that glibc keeps. It can be as large as the activations unless
 MALLOC_MMAP_THRESHOLD_=65536 is set.
 
@@ -426,7 +426,7 @@ def total(parts: Parts) -> float:
     return sum(parts.values())
 
 
-# --- what is too large, and which flags change it -----------------------------------------------------------
+# --- refusal: the largest parts and their flags -------------------------------------------------------------
 
 MODEL = "--model, --dtype"
 BACKBONE = "--reward_model_backbone, --reward_model"  # the latter loads a fitted model

@@ -155,7 +155,7 @@ def start_vllm(policy, max_length: int, memory: float):
     """
     base = policy.base
     if base.peft is None:
-        raise ValueError("vLLM only samples LoRA adapters: full weights would go stale in it")
+        raise ValueError("vLLM samples only LoRA adapters: its copy of full weights would be out of date")
     if base.changed:
         raise ValueError("vLLM loads the starting model from a folder: save it first")
     set_environment(policy.device.type)
@@ -165,7 +165,7 @@ def start_vllm(policy, max_length: int, memory: float):
 
     try:
         llm = LLM(**engine_settings(policy, max_length, memory))
-        # vLLM accepts some models that it cannot run, on a CPU those with heads of 16: sample one token
+        # vLLM accepts some models that it cannot run, such as heads of 16 on a CPU: sample one token
         once = SamplingParams(max_tokens=1, detokenize=False)
         llm.generate([{"prompt_token_ids": [0]}], once, lora_request=None, use_tqdm=False)
     except (ValueError, RuntimeError) as error:

@@ -260,7 +260,7 @@ def test_refused_calls_do_not_start_the_engine(engines, policy):
         sample(sampler, policy, [[5], [5] * 10], max_tokens=7)
     with pytest.raises(ValueError, match="no tokens"):
         sample(sampler, policy, [[5], []])
-    with pytest.raises(ValueError, match="full weights would go stale"):
+    with pytest.raises(ValueError, match="full weights would be out of date"):
         sample(sampler, make_policy(rank=0))
     with pytest.raises(ValueError, match="save it first"):
         sample(sampler, make_policy())
