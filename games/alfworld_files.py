@@ -1,4 +1,4 @@
-"""ALFWorld's game files on disk: which games a split has, and which words they contain.
+"""ALFWorld's game files on disk: the list of a split's games, and the words that they contain.
 
 `alfworld_games` lists the files of a split that can be played, `alfworld_splits` those of all splits.
 `alfworld_vocabulary` reads the words for the tiny model. Damaged files are left out with one warning. If no

@@ -18,9 +18,9 @@ def mean(values: list[float]) -> float:
 
 
 def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
-    """Describe the episodes of one update. Crashed episodes are counted and otherwise left out.
+    """Describe the episodes of one update. Crashed episodes are counted, but enter no mean.
 
-    `reward`, "outcome" or "dense", is the one that the agent is trained on.
+    reward: the training reward of the agent, "outcome" or "dense".
     """
     members = [member for group in groups for member in group.trajectories]
     episodes = [member for member in members if member.usable]
@@ -30,7 +30,7 @@ def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
     rewards = [group for group in rewards if group]
     turns = sum(len(episode.steps) for episode in episodes)
     truncated = sum(step.truncated for episode in episodes for step in episode.steps)
-    trainable = sum(len(group.usable(reward)) for group in groups)
+    trainable = sum(len(group.usable_episodes(reward)) for group in groups)
     metrics = {
         "success": mean([episode.success for episode in episodes]),
         "outcome": mean([episode.outcome for episode in episodes]),

@@ -22,7 +22,7 @@ from scale import distributed
 
 LARGE_CENTRE = 10.0  # a replayed token with a larger c = pi_old / pi_B is mentioned, once
 
-# --- lines for people ---------------------------------------------------------------------------------------
+# --- printed lines ------------------------------------------------------------------------------------------
 
 
 def print_line(text: str) -> None:
@@ -32,13 +32,13 @@ def print_line(text: str) -> None:
 
 
 def warn_of_crashes(episodes: list[Trajectory], kind: str) -> None:
-    """Print how many of the episodes (of this kind, a plural) have crashed, if any."""
+    """Print the number of crashed episodes, if there are any. kind: a plural for the episodes."""
     if crashed := sum(episode.stop_reason is StopReason.CRASHED for episode in episodes):
         print_line(f"warning: in {crashed:,} of {len(episodes):,} {kind} the environment crashed")
 
 
 def progress_bar(total: int, label: str, **more) -> tqdm:
-    """Return a progress bar of rank 0, counted in updates. Without a terminal it prints now and then."""
+    """Return a progress bar of rank 0, counted in updates. Without a terminal it prints every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     more |= {"dynamic_ncols": True, "mininterval": seconds, "disable": distributed.rank() > 0}
     return tqdm(total=total, desc=label, unit="update", **more)
@@ -70,7 +70,7 @@ class Recorder:
         log: Log | None,
         started: float,
     ):
-        """`dense_reward` is None if the method needs none. `started` is the run's time 0 (perf_counter)."""
+        """dense_reward: None if the method needs none. started: time 0 of the run (perf_counter)."""
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
         self.bar: tqdm | None = None
@@ -105,7 +105,7 @@ class Recorder:
         return line
 
     def log_update(self, agent: str, groups: list[Group], metrics: dict, updates: int) -> None:
-        """Log an update of A or B, or what B played into the buffer. `updates` counts A's (rspo.train)."""
+        """Log an update of A or B, or the episodes for the buffer. `updates` counts updates of A."""
         if self.log is None:
             return
         loop = (updates - (agent == "policy")) // self.args.k + 1

@@ -1,4 +1,4 @@
-"""A run as a reader sees it: the table of its panels, its episodes as text, and its curves.
+"""Reports of a run: the table of its panels, its episodes as text, and its curves.
 
 `python -m record.report RUN` prints the tables and the newest episodes of a run and draws its curves again.
 """
@@ -102,7 +102,7 @@ def transcript(trajectory: Trajectory, decode: Callable[[list[int]], str], **abo
 
 
 def one_of_each(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Return the first solved and the first unsolved episode, as far as there are any."""
+    """Return the first solved and the first unsolved episode, if there are any."""
     first = {}
     for trajectory in trajectories:
         first.setdefault(trajectory.success, trajectory)
@@ -139,7 +139,7 @@ def title_of(config: dict) -> str:
 def points(lines: list[dict], x: str, y: str, **wanted: str) -> tuple[list, list]:
     """Return the values of x and y in the lines that have both and the wanted values (agent=..., split=...).
 
-    Over updates, agent B is drawn over its own.
+    If x is "update", agent B's values are drawn over the updates of B.
     """
     if x == "update" and wanted["agent"] == "explorer":
         x = "explorer_update"

@@ -37,7 +37,7 @@ def step(action_ids=(5, 1), prompt_ids=(2, 6, 7, 3), observation="door 0", valid
 
 
 def column(row, values):
-    """A column of the row from one list of numbers per step."""
+    """Make a column of the row from one list of numbers per step."""
     filled = torch.zeros(len(row.input_ids))
     for index, start, end in row.spans:
         filled[start:end] = torch.tensor(values[index])
@@ -105,10 +105,8 @@ def test_b_starts_each_loop_as_a_with_its_optimizer_and_is_discarded():
 
 
 def test_dense_rewards_never_reach_the_update_of_a():
-    class Poison(CountingScorer):
-        """Scores B's episodes as ever, and has poisoned every other episode that the world hands out."""
-
     def poisoned(world, poison):
+        """Give every episode this dense score. Only scoring, as for B's updates, replaces it."""
         collect = world.collect
 
         def spy(agent, tasks):
@@ -123,7 +121,7 @@ def test_dense_rewards_never_reach_the_update_of_a():
         return world
 
     clean, _, lines = run()
-    poisoned_policy, _, poisoned_lines = run(world=poisoned(toy_world(4), float("nan")), scorer=Poison())
+    poisoned_policy, _, poisoned_lines = run(world=poisoned(toy_world(4), float("nan")))
     assert torch.equal(clean.logits, poisoned_policy.logits)
     for (agent, metrics, _), (_, others, _) in zip(lines, poisoned_lines, strict=True):
         if agent == "policy":
@@ -176,7 +174,7 @@ def test_gigpo_adds_the_step_advantage_of_equal_observations_inside_the_group():
     lost = episode(0.0, [step(observation="a"), step(observation="c")])  # 0 at a
     other = Group("u", [episode(0.0, [step(observation="a")]), episode(0.0, [step(observation="a")])])
     rspo.set_advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo", gigpo_std=False))
-    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b, c alone -> 0; the other group's a is its own
+    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b and c occur once -> 0; `other` has its own a
     assert [one.advantage for one in won.steps] == pytest.approx([9.75, 5.0])
     assert [one.advantage for one in lost.steps] == pytest.approx([-9.75, -5.0])
     assert [member.steps[0].advantage for member in other.trajectories] == [0.0, 0.0]
@@ -309,7 +307,7 @@ def collected(config, policy, world=None):
 
 
 def replayed(config, policy, n=4):
-    """Successes of an agent that walks right more often than `policy`, as the buffer hands them out."""
+    """Draw successes from a buffer, played by an agent that walks right more often than `policy`."""
     bold = policy.fork("explorer")
     bold.logits.data[3, 5] += 1.0
     buffer = ReplayBuffer(config.replay_strategy, seed=0)
@@ -365,7 +363,7 @@ def test_the_sampler_gap_covers_fresh_action_tokens_only(tokens_per_micro_batch)
     assert metrics["sampler_gap_mean"] == pytest.approx(0.75 / sum(counts), abs=1e-6)
 
 
-def test_j_total_is_two_means_each_over_its_own_tokens():
+def test_j_total_has_two_means_each_over_its_own_tokens():
     # By hand: nothing is clipped at the first minibatch, so a token's loss is -ratio A / its source's count.
     policy = ToyPolicy()
     config = dataclasses.replace(ONE_STEP, kl_coef=0.0, entropy_coef=0.0, off_policy_fraction=0.25)
@@ -397,7 +395,7 @@ def test_j_total_is_two_means_each_over_its_own_tokens():
     assert len(off) == 4 and (grads[0] - table.grad).abs().max() < 1e-6
 
 
-def test_at_the_first_minibatch_nothing_is_clipped_though_the_replayed_centre_is_away_from_one():
+def test_the_first_minibatch_clips_nothing_though_the_replayed_centre_is_not_1():
     _, metrics = gradient(ONE_STEP)
     assert metrics["replayed_episodes"] == 4 and metrics["alpha"] == 0.25
     assert metrics["centre_log_mean_abs"] > 0.1
@@ -555,7 +553,7 @@ def test_an_update_without_usable_episodes_is_refused():
         rspo.update(ToyPolicy(), groups, [], "outcome", ONE_STEP, random.Random(0))
 
 
-def test_share_of_groups_without_spread_and_repeated_states():
+def test_groups_without_spread_and_repeated_states_are_counted():
     same = Group("a", [episode(1.0, [step(), step()]), episode(1.0, [step()])])
     mixed = Group("b", [episode(1.0, [step()]), episode(0.0, [step(observation="x"), step(), step()])])
     metrics = episode_metrics([same, mixed], "outcome")
