@@ -300,21 +300,23 @@ def plays_expert(args) -> bool:
     return bool(args.warm_start) or (fits_reward_model(args) and args.reward_model_source == "expert")
 
 
+TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
+    replay_strategy replay_unit clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
+    reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
+    tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
+    gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
+    warm_start_games expert_share hesitation_share warm_start_turns warm_start_lr reward_model
+    reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs reward_model_lr
+    keep_checkpoints tensorboard wandb_project"""
+
 READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, the same in words
     (
-        """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks replay_strategy
-        replay_unit clip_eps kl_coef entropy_coef reward_scale invalid_penalty reward_noise gigpo_gamma
-        gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns tokens_per_micro_batch
-        max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
-        gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
-        warm_start_games expert_share hesitation_share warm_start_turns warm_start_lr reward_model
-        reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs reward_model_lr
-        keep_checkpoints tensorboard wandb_project""",
+        TRAINING,
         lambda args: not args.eval_only,
         "without --eval_only",
     ),
     (
-        "off_policy_fraction buffer_tasks replay_strategy replay_unit",
+        "off_policy_fraction buffer_tasks replay_strategy replay_unit max_centre",
         lambda args: args.replays,
         "with --method rspo, rspo_h or rspo_o",
     ),

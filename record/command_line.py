@@ -223,14 +223,13 @@ class CommandLine:
             argument = rest.pop(0)
             name, equals, text = self.present_name(argument).partition("=")
             is_off = name.startswith("--no_") and self.can_be_switched_off(name.removeprefix("--no_"))
-            known = self.flags.get(name.removeprefix("--no_" if is_off else "--"))
-            if not name.startswith("--") or known is None:
-                raise UsageError(self.complaint(argument, flag))
-            flag = known
+            before, flag = flag, self.flags.get(name.removeprefix("--no_" if is_off else "--"))
+            if not name.startswith("--") or flag is None:
+                raise UsageError(self.complaint(argument, before))
             if flag.is_switch:
                 if equals:
                     off = f" or --no_{flag.name}" if self.can_be_switched_off(flag.name) else ""
-                    raise UsageError(f"{argument}: takes no value; give --{flag.name}{off}")
+                    raise UsageError(f"{text_of(argument)}: takes no value; give --{flag.name}{off}")
                 found[flag.name] = not is_off
                 continue
             texts = [text] if equals else []
