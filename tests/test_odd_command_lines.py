@@ -394,6 +394,7 @@ WARNED = [  # a command line that is accepted, and the warning about it; "" for 
     ("--method outcome --reward_noise 0.1", "--reward_noise (read with --method rspo or dense)"),
     ("--method outcome --reward_model_epochs 3", "--reward_model_epochs (read with --method rspo or dense"),
     ("--method outcome --buffer_tasks 3", "--buffer_tasks (read with --method rspo, rspo_h or rspo_o)"),
+    ("--method outcome --max_centre 4", "--max_centre (read with --method rspo, rspo_h or rspo_o)"),
     ("--gigpo_omega 2", "--gigpo_omega (read with --algo gigpo)"),
     ("--no_gigpo_std", "--gigpo_std (read with --algo gigpo)"),
     ("--gamma 0.9", "--gamma (read with --algo ppo)"),
