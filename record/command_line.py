@@ -2,8 +2,8 @@
 
 Each field is a flag. Its type is int, float, str, bool, a Literal or tuple[str, ...], or one of these | None.
 The docstring below the field is the help text; "Default: ..." at its end describes what a None stands for.
-argparse does the parsing. It is here instead of tyro, which has no public way to group the flags of a flat
-dataclass or to shorten its messages: a usage error here is one line, `--flag value: why; remedy`.
+argparse lays out the help. It does not read the arguments: it takes `--kl_coef -1e-3` for a flag without a
+value, and its messages do not name the value. A usage error here is one line, `--flag value: why; remedy`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import inspect
 import json
 import os
 import sys
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
+
+DASHES = ("-", "\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")  # word processors turn -- into one of these
 
 
 class UsageError(Exception):
@@ -28,8 +31,11 @@ class UsageError(Exception):
 
 
 def text_of(value) -> str:
-    """Return a value as on a command line."""
-    return " ".join(value) if isinstance(value, tuple) else str(value)
+    """Return a value as on a command line, cut to one line of readable length."""
+    text = " ".join(value) if isinstance(value, tuple) else str(value)
+    if text != text.strip() or not text or not text.isprintable():
+        text = repr(text)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-50:]}"
 
 
 def refuse(settings, name: str, why: str):
@@ -61,19 +67,63 @@ class Flag:
             return f"{{{','.join(self.choices)}}}"
         return {int: "INT", float: "FLOAT"}.get(self.kind, "TEXT")
 
-    def read(self, text: str):
-        """Return the value that a text stands for. Raises UsageError."""
-        if self.choices:
-            if text not in self.choices:
-                raise UsageError(f"--{self.name} {text}: must be one of {', '.join(self.choices)}")
-            return text == "True" if self.kind is bool else text
-        try:
-            if self.kind is float and "/" in text:
-                return float(Fraction(text))  # --off_policy_fraction 1/8
-            return self.kind(text) if self.kind in (int, float) else text
-        except (ValueError, ZeroDivisionError):
-            number = "a whole number" if self.kind is int else "a number"
-            raise UsageError(f"--{self.name} {text}: must be {number}") from None
+    @property
+    def takes_many(self) -> bool:
+        """Return True if the flag takes one or more values."""
+        return get_origin(self.kind) is tuple
+
+    def read(self, texts: list[str]):
+        """Return the value that the texts after the flag stand for. Raises UsageError."""
+        values = [self._read_one(text) for text in texts]
+        return tuple(values) if self.takes_many else values[0]
+
+    def _read_one(self, text: str):
+        if not text.strip():
+            why = "is empty; give a value or leave the flag out"
+        elif self.choices:
+            if text in self.choices:
+                return text == "True" if self.kind is bool else text
+            why = f"must be one of {', '.join(self.choices)}"
+        elif self.kind in (int, float):
+            number = number_of(text, self.kind)
+            if number is not None:
+                return number
+            why = "must be a whole number" if self.kind is int else "must be a number"
+        elif any(unicodedata.category(sign) in ("Cc", "Cs") for sign in text):
+            why = "contains a control character or a byte that is no text; give another"
+        elif text != text.strip():
+            why = "begins or ends with a blank; remove it"
+        else:
+            return text
+        raise UsageError(f"--{self.name} {text_of(text)}: {why}")
+
+    def read_json(self, value):
+        """Return the value that a value of config.json stands for. Raises UsageError."""
+        many = isinstance(value, list)
+        right_type = isinstance(value, bool) if self.is_switch else many == self.takes_many and value != []
+        found = value
+        if right_type and not self.is_switch:
+            found = self.read([str(item) for item in value] if many else [str(value)])
+            right_type = found == (tuple(value) if many else value)  # not for "8", which reads as 8
+        if not right_type:
+            raise UsageError(f"--{self.name} {text_of(repr(value))}: has the wrong type; see --help")
+        return found
+
+
+NO_BREAK = "\N{NO-BREAK SPACE}"  # keeps "[default:" and the value on one line
+LONGEST_NUMBER = 40  # characters
+
+
+def number_of(text: str, kind: type) -> int | float | None:
+    """Return the number that a text stands for, or None. A float may be a fraction such as 1/8."""
+    if len(text) > LONGEST_NUMBER:
+        return None
+    try:
+        if kind is float and "/" in text:
+            return float(Fraction(text))
+        return kind(text)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def flags_of(settings: type) -> list[Flag]:
@@ -103,19 +153,6 @@ def docstrings(settings: type) -> dict[str, str]:
     return found
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError."""
-
-    def error(self, message):
-        raise UsageError(f"{message.removeprefix('argument ')}; see --help")
-
-    def print_help(self, file=None):
-        try:
-            print(self.format_help(), flush=True)
-        except BrokenPipeError:  # `--help | head`: without this, Python fails once more when it closes stdout
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class CommandLine:
     """The command line of a dataclass."""
 
@@ -141,45 +178,98 @@ class CommandLine:
         return sections
 
     @functools.cached_property
-    def parser(self) -> Parser:
-        """Return the parser. Its result holds only the flags that a command line contains."""
-        parser = Parser(
+    def flags(self) -> dict[str, Flag]:
+        """Return the flags by name."""
+        return {flag.name: flag for flags in self.sections.values() for flag in flags}
+
+    def help(self) -> str:
+        """Return the text of --help, as wide as the terminal."""
+        parser = argparse.ArgumentParser(
             usage="python train.py [--flag value ...]",
             description="RSPO: Reward-Swap Policy Optimization. docs/FLAGS.md contains this list as tables.",
             formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
-            argument_default=argparse.SUPPRESS,
-            allow_abbrev=False,
         )
         for title, flags in self.sections.items():
             group = parser.add_argument_group(title)
             for flag in flags:
-                self._add(group, flag)
-        return parser
+                text = flag.meaning.replace("%", "%%")
+                if flag.default == "on":
+                    text += f" [default: on; --no_{flag.name} switches it off]"
+                elif not flag.is_switch:
+                    text += f" [default:{NO_BREAK}{flag.default}]"
+                options = {"action": "store_true"}
+                if not flag.is_switch:
+                    options = {"metavar": flag.placeholder, "nargs": "+" if flag.takes_many else None}
+                group.add_argument(f"--{flag.name}", help=text, **options)
+        return parser.format_help().replace(NO_BREAK, " ")
 
-    def _add(self, group, flag: Flag) -> None:
-        """Add a flag to the parser. A switch of config.json can be switched off by --no_NAME."""
-        on, off, help = f"--{flag.name}", f"--no_{flag.name}", flag.meaning.replace("%", "%%")
-        if not flag.is_switch:
-            help += f" [default: {flag.default}]"
-            count = "+" if get_origin(flag.kind) is tuple else None
-            group.add_argument(on, type=flag.read, nargs=count, metavar=flag.placeholder, help=help)
-            return
-        if flag.default == "on":
-            help += f" [default: on; {off} switches it off]"
-        group.add_argument(on, action="store_true", help=help)
-        if flag.name not in self.unsaved:
-            group.add_argument(off, dest=flag.name, action="store_false", help=argparse.SUPPRESS)
+    def print_help(self) -> None:
+        """Print the help."""
+        try:
+            print(self.help(), flush=True)
+        except OSError:  # `--help | head` has closed the pipe. Closing stdout would raise this again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def read(self, argv: list[str]) -> dict:
-        """Return the values of the flags that a command line contains, by name. Raises UsageError."""
-        found, unknown = self.parser.parse_known_args([self.present_name(argument) for argument in argv])
-        if unknown:
-            flag, *_ = unknown[0].partition("=")
-            names = [f"--{field.name}" for field in dataclasses.fields(self.settings)]
-            close = difflib.get_close_matches(flag, names, 1)
-            remedy = f"did you mean {close[0]}?" if close else "see --help"
-            raise UsageError(f"{flag}: there is no such flag; {remedy}")
-        return {name: tuple(v) if isinstance(v, list) else v for name, v in vars(found).items()}
+        """Return the values of the flags that a command line contains, by name. Raises UsageError.
+
+        The later of two equal flags wins. --help or -h prints the help and ends the process.
+        """
+        if "--help" in argv or "-h" in argv:
+            self.print_help()
+            sys.exit(0)
+        found, flag, rest = {}, None, list(argv)
+        while rest:
+            argument = rest.pop(0)
+            name, equals, text = self.present_name(argument).partition("=")
+            is_off = name.startswith("--no_") and self.can_be_switched_off(name.removeprefix("--no_"))
+            before, flag = flag, self.flags.get(name.removeprefix("--no_" if is_off else "--"))
+            if not name.startswith("--") or flag is None:
+                raise UsageError(self.complaint(argument, before))
+            if flag.is_switch:
+                if equals:
+                    off = f" or --no_{flag.name}" if self.can_be_switched_off(flag.name) else ""
+                    raise UsageError(f"{text_of(argument)}: takes no value; give --{flag.name}{off}")
+                found[flag.name] = not is_off
+                continue
+            texts = [text] if equals else []
+            while rest and not equals and not rest[0].startswith("--") and (flag.takes_many or not texts):
+                texts.append(rest.pop(0))
+            if not texts:
+                wanted = f"one of {', '.join(flag.choices)}" if flag.choices else f"{name} {flag.placeholder}"
+                raise UsageError(f"{name}: needs a value; give {wanted}")
+            if flag.kind is str:
+                texts = [os.path.expanduser(text) for text in texts]  # shells leave --out=~/run as it is
+            found[flag.name] = flag.read(texts)
+        return found
+
+    def can_be_switched_off(self, name: str) -> bool:
+        """Return True if --no_NAME is a flag: NAME is a switch of a run, and not an action like --resume."""
+        return name in self.flags and self.flags[name].is_switch and name not in self.unsaved
+
+    def complaint(self, argument: str, before: Flag | None) -> str:
+        """Return the message for an argument that is neither a flag nor the value of the flag before it."""
+        if argument.startswith(DASHES):
+            flag, *_ = argument.partition("=")
+            similar = [f"--{name}" for name in self.similar_names(flag)]
+            remedy = f"did you mean {' or '.join(similar)}?" if similar else "see --help"
+            return f"{text_of(flag)}: there is no such flag; {remedy}"
+        remedy = "write --flag value; see --help"
+        if before and before.is_switch:
+            remedy = f"--{before.name} takes no value"
+        elif before and not before.takes_many:
+            remedy = f"--{before.name} takes one value; quote a value that contains blanks"
+        return f"{text_of(argument)}: belongs to no flag; {remedy}"
+
+    def similar_names(self, flag: str) -> list[str]:
+        """Return the flags, at most three, that a misspelt or shortened flag may stand for."""
+        bare = flag.lstrip("".join(DASHES)).lower().replace("-", "_")
+        if bare in self.flags:
+            return [bare]
+        known = [*self.flags, *self.old_names]
+        close = [name for name in known if bare and name.startswith(bare)][:3]
+        close = close or difflib.get_close_matches(bare.removeprefix("no_"), known, 1, cutoff=0.7)
+        return [self.old_names.get(name, name) for name in close]
 
     def present_name(self, argument: str) -> str:
         """Replace dashes and an old name: `--tasks-per-step=8` becomes `--tasks_per_update=8`."""
@@ -194,27 +284,17 @@ class CommandLine:
 
         Raises UsageError for a key or value that is not possible, OSError or ValueError for any other file.
         """
-        values = json.loads(path.read_text())
+        try:
+            values = json.loads(path.read_text())
+        except RecursionError:
+            raise ValueError("its lists are nested too deeply") from None
         if not isinstance(values, dict):
             raise ValueError("it contains no names")
         values = {self.old_names.get(name, name): value for name, value in values.items()}
-        fields = {field.name: field for field in dataclasses.fields(self.settings)}
-        argv = []
-        for name, value in values.items():
-            if name not in fields or name in self.unsaved:
-                raise UsageError(f"{name} is no flag of a run; remove it")
-            if isinstance(value, list):
-                argv += [f"--{name}", *map(str, value)]
-            elif isinstance(value, bool) and isinstance(fields[name].default, bool):
-                argv.append(f"--{name}" if value else f"--no_{name}")
-            elif value is not None:
-                argv.append(f"--{name}={value}")
-        known = self.read(argv)
-        for name in known:
-            value = tuple(values[name]) if isinstance(values[name], list) else values[name]
-            if known[name] != value:  # for example "8", which reads as 8
-                raise UsageError(f"--{name} {value!r}: has the wrong type; see --help")
-        return known
+        for name in values:
+            if name not in self.flags or name in self.unsaved:
+                raise UsageError(f"{text_of(name)} is no flag of a run; remove it")
+        return {name: self.flags[name].read_json(v) for name, v in values.items() if v is not None}
 
     def page(self) -> str:
         """Return docs/FLAGS.md: a table for each section."""

@@ -47,17 +47,17 @@ def saved_run(folder, **values):
     [
         ("--k three", "--k three", "must be a whole number"),
         ("--k 2.5", "--k 2.5", "must be a whole number"),
-        ("--k", "--k", "expected one argument"),
+        ("--k", "--k", "needs a value; give --k INT"),
         ("--clip_eps a", "--clip_eps a", "must be a number"),
         ("--off_policy_fraction 1/0", "--off_policy_fraction 1/0", "must be a number"),
         ("--method sft", "--method sft", "must be one of rspo, outcome, dense, rspo_h, rspo_o"),
         ("--autocast yes", "--autocast yes", "must be one of True, False"),
-        ("--eval_splits", "--eval_splits", "expected at least one argument"),
+        ("--eval_splits", "--eval_splits", "needs a value; give --eval_splits TEXT"),
         ("--preset paper", "--preset paper", "must be one of paper-alfworld, paper-webshop"),
         ("--k_coef 0.1", "--k_coef", "there is no such flag; did you mean --kl_coef?"),
         ("--no_resume", "--no_resume", "there is no such flag; did you mean --resume?"),
         ("--xyz=3", "--xyz", "there is no such flag; see --help"),
-        ("household", "household", "there is no such flag"),
+        ("household", "household", "belongs to no flag; write --flag value"),
         ("--k 0", "--k 0", "above 0"),
         ("--k 7", "--total_updates", "multiple of --k 7, for example"),
         ("--group_size 1", "--group_size 1 with --algo grpo", "2 or more"),
@@ -68,10 +68,10 @@ def saved_run(folder, **values):
         ("--kl_coef inf", "--kl_coef inf", "finite"),
         ("--learning_rate nan", "--learning_rate nan", "finite"),
         ("--learning_rate 0", "--learning_rate 0.0", "above 0"),
-        ("--temperature 0", "--temperature 0.0", "above 0"),
+        ("--temperature 0", "--temperature 0.0", "between 0.001 and 1000"),
         ("--seed -1", "--seed -1", "between 0 and 9223372036854775807"),
-        ("--eval_temperature -0.1", "--eval_temperature -0.1", "at least 0"),
-        ("--lora_rank -1", "--lora_rank -1", "at least 0"),
+        ("--eval_temperature -0.1", "--eval_temperature -0.1", "between 0 and 1000"),
+        ("--lora_rank -1", "--lora_rank -1", "between 0 and 8192"),
         ("--reward_model_episodes 1", "--reward_model_episodes 1", "at least 2"),
         ("--max_new_tokens 1", "--max_new_tokens 1", "at least 2"),
         ("--tiny_width 100000000", "--tiny_width 100000000", "between 1 and 8192"),
@@ -85,7 +85,11 @@ def saved_run(folder, **values):
         ("--reward_model_backbone /no/such", "--reward_model_backbone /no/such", "give one"),
         ("--reward_model_backbone tiny", "--reward_model_backbone tiny", "leave it out"),
         ("--reward_model tests", "--reward_model tests", "leave it out to fit one"),
-        ("--tiny_width 36 --tiny_heads 4", "--tiny_width 36", "multiple of twice --tiny_heads 4"),
+        (
+            "--tiny_width 36 --tiny_heads 4",
+            "--tiny_width 36 with --tiny_heads 4",
+            "multiple of twice the heads",
+        ),
         ("--eval_splits eval test", "--eval_splits eval test", "it has eval"),
         ("--eval_splits eval eval", "--eval_splits eval eval", "name each split once"),
         ("--style think", "--style think", "leave it out, or give a language model"),
@@ -100,7 +104,7 @@ def saved_run(folder, **values):
         ("--vllm_memory 1", "--vllm_memory 1.0", "between 0.01 and 0.99"),
         ("--device nonsense", "--device nonsense", "give auto, cpu"),
         ("--device meta", "--device meta", "give auto, cpu"),
-        ("--out=", "--out ", "leave the flag out"),
+        ("--out=", "--out ''", "leave the flag out"),
         ("--resume", "--resume", "give it with --out"),
         ("--resume --out tests", "--out tests", "start a run without --resume"),
         ("--resume --eval_only --out tests", "--eval_only with --resume", "leave one out"),
@@ -186,22 +190,23 @@ def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
         ("config.json", "save_pretrained"),
         ("tokenizer.json", "tokenizer files"),
         ("chat_template.jinja", "use an instruct model"),
+        ("model.safetensors", "copy its *.safetensors files"),
     ],
 )
 def test_an_incomplete_model_folder_is_named_with_the_remedy(tmp_path, missing, remedy):
-    for file in {"config.json", "tokenizer.json", "chat_template.jinja"} - {missing}:
-        (tmp_path / file).touch()
+    for file in {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"} - {missing}:
+        (tmp_path / file).write_text("{}")
     message = refused("--model", str(tmp_path))
     assert message.startswith(f"--model {tmp_path}: the folder has no ") and remedy in message
     message = refused("--reward_model_backbone", str(tmp_path))
     assert message.startswith(f"--reward_model_backbone {tmp_path}: the folder has no ")
-    (tmp_path / missing).touch()
+    (tmp_path / missing).write_text("{}")
     flags.prepare(["--model", str(tmp_path), "--dtype=float32"])
 
 
 def test_a_chat_template_may_be_part_of_the_tokenizer_config(tmp_path):
-    for file in ("config.json", "tokenizer.json"):
-        (tmp_path / file).touch()
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / file).write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     flags.prepare(["--model", str(tmp_path), "--dtype=float32"])
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -239,7 +244,7 @@ def test_help_into_a_closed_pipe_prints_no_traceback():
 def help_lines():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "1000")  # one line per flag
-        return flags.COMMAND_LINE.parser.format_help().splitlines()
+        return flags.COMMAND_LINE.help().splitlines()
 
 
 def test_help_begins_with_the_method_and_the_symbols_of_the_paper(help_lines):
@@ -267,6 +272,14 @@ def test_help_shows_each_flag_once_with_its_true_default(help_lines):
     assert text.count("[default: ") == len(shown) - len(switches) + 1  # of the switches only gigpo_std is on
     assert re.findall(r"--no_\w+", text) == ["--no_gigpo_std"]
     assert re.search(r"--learning_rate FLOAT.*\[default: tiny 4e-4 .*, LoRA 3e-6, full weights 1e-6\]", text)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_fits_the_terminal_and_keeps_a_default_on_one_line(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = flags.COMMAND_LINE.help().splitlines()
+    assert max(map(len, lines)) <= width and not [line for line in lines if line.endswith("[default:")]
+    assert all(line.isprintable() and line.isascii() for line in lines)
 
 
 def test_every_open_default_is_described_and_every_range_is_of_a_flag():
@@ -324,6 +337,7 @@ def test_open_defaults_depend_on_the_model():
     assert flags.resolve(tiny, env) == tiny
     assert flags.resolve(Args(learning_rate=1.0, lora_rank=8), env).learning_rate == 1.0
     assert [name for name, value in vars(lora).items() if value is None] == [
+        "max_centre",
         *("alfworld_data", "webshop_data", "webshop_products", "warm_start_games", "reward_model"),
         *("reward_model_backbone", "out", "preset", "config", "resume_from", "gpu_memory_gb"),
         "wandb_project",
@@ -389,7 +403,7 @@ def test_a_config_of_another_machine_is_read_without_its_data(tmp_path, monkeypa
     ("text", "why"),
     [
         ('{"method": "sft"}', "--method sft: must be one of rspo, "),
-        ('{"gigpo_std": "no"}', "--gigpo_std: "),
+        ('{"gigpo_std": "no"}', "--gigpo_std 'no': has the wrong type"),
         ('{"k": 3.0}', "--k 3.0: must be a whole number"),
         ('{"group_size": true}', "--group_size True: must be a whole number"),
         ('{"lora_rank": "8"}', "--lora_rank '8': has the wrong type"),
