@@ -10,8 +10,10 @@ from tiny import BATCH, WORDS, needs_models, tiny
 from chat import Chat, first_message, window_message
 from demo.tiny_model import check_actions, tiny_tokenizer
 from demo.toy import ToyEnv
-from envs import SILENT_WORDS, Corpus, make_env
+from envs import SILENT_WORDS, Corpus, Household, make_env
+from flags import UsageError, prepare
 from model import load_base
+from record.artifacts import load_start
 
 pytestmark = needs_models
 
@@ -85,6 +87,16 @@ def test_a_vocabulary_that_maims_an_action_is_refused(changes, message):
     with pytest.raises(ValueError, match="--env toy: the tiny model can write its action ") as caught:
         check_actions(chat, env)
     assert message in str(caught.value)
+
+
+def test_a_run_with_a_maimed_vocabulary_is_refused_at_load(monkeypatch):
+    args = prepare(["--device", "cpu"])
+    load_start(args, None)
+    monkeypatch.setattr(Household, "silent_words", (*SILENT_WORDS, "go to"))
+    with pytest.raises(
+        UsageError, match="--env household: .* write its action 'go to [a-z]+ 1' only as '[a-z]+ 1';"
+    ):
+        load_start(args, None)
 
 
 def test_weights_depend_on_the_seed_only():
