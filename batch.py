@@ -1,12 +1,12 @@
 """Episodes as rows of tokens for the loss, and rows as padded batches.
 
 `rows_of` turns an episode into rows; one code path serves both contexts. A row carries the columns that the
-loss reads. Every column describes the token at its own position; only `model.token_logprobs` shifts.
+loss reads. Every column describes the token at its own position; only `model.Base.states` shifts columns.
 `take` and `put` convert between columns and one number per action token. Token ids reach the loss as the
 sampler returned them: text is never tokenised a second time.
 
-Left out: packing several episodes into one row (packed rows attend across episodes unless a 4-D mask is
-given), and padding on the left.
+Left out: packing several episodes into one row (without a 4-D mask, packed rows attend across episodes), and
+padding on the left.
 
 Shapes: B rows, T tokens (columns) of the longest row, S steps of an episode, N action tokens of some rows.
 """
@@ -30,7 +30,7 @@ from scale import distributed
 
 @dataclass
 class Row:
-    """One sequence for the loss: consecutive turns of an episode, each prompt an extension of the last turn.
+    """One sequence for the loss: consecutive turns, each with a prompt that extends the turn before it.
 
     `spans` holds (step index, start, end): the action tokens of that step are columns start to end - 1.
     The tensors are columns (T,), 0 where the token is not an action token.
@@ -45,6 +45,7 @@ class Row:
     advantages: Tensor | None = field(default=None, repr=False)
     old_values: Tensor | None = field(default=None, repr=False)
     returns: Tensor | None = field(default=None, repr=False)
+    loss_mask: Tensor | None = field(default=None, repr=False)  # bool; None: all action tokens
 
     @property
     def action_mask(self) -> Tensor:
@@ -59,6 +60,11 @@ class Row:
         """Count the action tokens."""
         return sum(end - start for _, start, end in self.spans)
 
+    @property
+    def loss_tokens(self) -> int:
+        """Count the tokens in the loss: the action tokens, or those of the loss mask."""
+        return self.action_tokens if self.loss_mask is None else int(self.loss_mask.sum())
+
     def column_of(self, name: str) -> Tensor | None:
         """Build a column (T,) from an attribute of the row's steps; None if a step has no value yet.
 
@@ -71,17 +77,18 @@ class Row:
                 return None
             if isinstance(value, list):
                 if len(value) != end - start:
-                    raise ValueError(f"step {index} has {len(value)} {name} for {end - start} action tokens")
+                    counts = f"{len(value)} {name} for {end - start} action tokens; each token needs one"
+                    raise ValueError(f"step {index} of task {self.trajectory.task_id} has {counts}")
                 value = torch.tensor(value)
             column[start:end] = value
         return column
 
 
 def rows_of(trajectory: Trajectory) -> list[Row]:
-    """Split an episode into rows: a turn extends the current row if its prompt does, else it starts a row.
+    """Split an episode into rows: a turn joins the current row if its prompt extends it, else it opens a row.
 
-    Let P be prompt tokens and a action tokens of three turns. A chat that only grows gives one row, a fresh
-    prompt per turn gives a row per turn (^ marks the action mask):
+    In this example of two turns, P are prompt tokens, a are action tokens, and ^ marks the action mask. A
+    chat that only grows gives one row, a new prompt per turn gives one row per turn:
 
         turn 1: prompt P1 P2               reply a1 a2        full context, one row:
         turn 2: prompt P1 P2 a1 a2 P3      reply a3               P1 P2 a1 a2 P3 a3
@@ -125,7 +132,7 @@ def put(rows: list[Row], name: str, values: Tensor) -> None:
 
 
 def gather_columns(rows: list[Row], places: list[int], names: list[str]) -> None:
-    """Gather the named columns over ranks. This rank has set those of `rows[i]` for i in `places`.
+    """Gather the named columns over ranks. This rank has set the columns of `rows[i]` for i in `places`.
 
     Every rank calls this with equal rows and names, and with its own places. A column that no rank has set
     stays None.
@@ -147,7 +154,7 @@ def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row
     No part is empty if there are at least as many rows as parts.
     """
     rows = rng.sample(rows, len(rows))
-    ends = list(itertools.accumulate(len(row.spans) for row in rows))  # turns up to and with each row
+    ends = list(itertools.accumulate(len(row.spans) for row in rows))  # turns of all rows up to this one
     middles = [end - len(row.spans) / 2 for end, row in zip(ends, rows, strict=True)]
     cuts = [0]
     for part in range(1, parts):
@@ -188,7 +195,8 @@ def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -
     input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(row.input_ids) for row in rows])
     attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    action_mask = pad_sequence([row.action_mask for row in rows], batch_first=True)
+    masks = [row.action_mask if row.loss_mask is None else row.loss_mask for row in rows]
+    action_mask = pad_sequence(masks, batch_first=True)
     return Batch(rows, input_ids.to(device), attention_mask.to(device), action_mask.to(device))
 
 

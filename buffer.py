@@ -2,7 +2,8 @@
 
 `Step`, `Trajectory` and `Group` are the records that every other file passes around. A trajectory holds both
 rewards: `reward("dense")` sums the scores of its steps, `reward("outcome")` is the environment's verdict.
-Neither overwrites the other, so swapping rewards means reading the other one (`rspo.swap_rewards`).
+Neither overwrites the other. So the reward swap changes no record: it only reads the outcome instead of the
+scores (`rspo.swap_rewards`).
 
 Left out: priorities that decay, importance weights of the draw, and storage on disk. The buffer is emptied
 after every loop, so it stays small.
@@ -26,7 +27,7 @@ class StopReason(Enum):
     FINISHED = "finished"  # the environment ended the episode
     STEP_LIMIT = "step limit"  # the turns ran out: a failure
     TOKEN_LIMIT = "token limit"  # the next prompt would be too long for the model: a failure
-    CRASHED = "crashed"  # the environment broke: not the policy's fault, kept out of training
+    CRASHED = "crashed"  # the environment broke: not the policy's fault, so never trained on
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Group:
     task_id: str
     trajectories: list[Trajectory]
 
-    def usable(self, reward: str = "outcome") -> list[Trajectory]:
+    def usable_episodes(self, reward: str = "outcome") -> list[Trajectory]:
         """Return the usable episodes whose `reward` ("outcome" or "dense") is finite."""
         episodes = [episode for episode in self.trajectories if episode.usable]
         return [episode for episode in episodes if math.isfinite(episode.reward(reward))]
@@ -130,7 +131,7 @@ class _Entry:
     trajectories: list[Trajectory]
     group: int  # serial number of the group that the episodes come from
     score: list[float]  # rank under the strategy; the lowest is drawn first
-    draws: int = 0  # how often it was drawn
+    draws: int = 0  # number of times that it was drawn so far
 
 
 def _outcomes(trajectories: list[Trajectory]) -> list[float]:
@@ -147,13 +148,15 @@ class ReplayBuffer:
     Strategies, and which episodes they draw first:
         "reward"    highest outcome, then A_off > 0 (better than the mean of the episode's own group)
         "variance"  largest variance of the outcomes in the episode's group
-        "random"    no preference
-    Ties are the rule with outcomes of 0 and 1. They go to the episode with the fewest draws so far, then to
-    chance (seeded). Drawing does not remove an episode: while the buffer holds five successes, all k updates
-    learn from these five; once it holds many, the draw counts spread the updates over different ones.
+        "random"    no preference, and draw counts are ignored too
+    Ties are common, as most outcomes are 0 or 1. A tie goes to the episode with the fewest draws so far. If
+    these are equal too, a seeded random number decides.
 
-    unit "episode" ranks and draws single episodes, "group" whole groups. Groups whose outcomes are all equal
-    are then skipped: their advantages are 0.
+    Drawing does not remove an episode. If the buffer holds five successes, all k updates learn from these
+    five. If it holds many, the draw counts spread the updates over different ones.
+
+    unit "episode" ranks and draws single episodes, "group" whole groups. With "group", groups with equal
+    outcomes are skipped, because their advantages are 0.
     """
 
     def __init__(self, strategy: str = "reward", unit: str = "episode", seed: int | str = 0):
@@ -171,9 +174,9 @@ class ReplayBuffer:
         return sum(len(entry.trajectories) for entry in self._entries)
 
     def add(self, groups: list[Group]) -> None:
-        """Add the usable episodes of whole groups. Their steps already carry the advantages."""
+        """Add the usable episodes of whole groups. Their steps must have their advantages already."""
         for group in groups:
-            usable = group.usable()
+            usable = group.usable_episodes()
             if not usable:
                 continue
             units = [usable] if self.unit == "group" else [[episode] for episode in usable]
@@ -194,7 +197,7 @@ class ReplayBuffer:
         return [-episode.outcome, float(not has_positive_advantage)]
 
     def _best_first(self) -> Iterator[_Entry]:
-        """Yield the entries from a heap, best first. The serial number ends every comparison."""
+        """Yield the entries from a heap, best first. Serial numbers differ, so entries are never compared."""
         heap = []
         for serial, entry in enumerate(self._entries):
             draws = 0 if self.strategy == "random" else entry.draws
@@ -209,7 +212,7 @@ class ReplayBuffer:
         With unit "group", whole groups are drawn as long as they fit into n. Raises ValueError if n < 0.
         """
         if n < 0:
-            raise ValueError(f"{n} episodes cannot be drawn: ask for 0 or more")
+            raise ValueError(f"{n} episodes cannot be drawn: give 0 or more")
         drawn: list[Trajectory] = []
         for entry in self._best_first():
             if self.unit == "group" and not _has_spread(entry.trajectories):
@@ -220,7 +223,7 @@ class ReplayBuffer:
         return drawn
 
     def keep_newest(self, groups: int) -> None:
-        """Drop all episodes but those of the newest `groups` groups (RSPO_H: A's own latest episodes)."""
+        """Keep only the episodes of the newest `groups` groups (RSPO_H: A's own latest episodes)."""
         if groups < 0:
             raise ValueError(f"{groups} groups cannot be kept: give 0 or more")
         newest = set(heapq.nlargest(groups, {entry.group for entry in self._entries}))

@@ -12,6 +12,7 @@ from typing import Literal
 
 RANGES = {  # (lowest, highest) value, here and in flags.Args; every other number must be above 0
     "off_policy_fraction": (0, 1),
+    "max_centre": (1, math.inf),
     "kl_coef": (0, math.inf),
     "entropy_coef": (0, math.inf),
     "invalid_penalty": (0, math.inf),
@@ -81,6 +82,9 @@ class Config:
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2
     """epsilon: half width of the clip interval [c - epsilon, c + epsilon]."""
+    max_centre: float | None = None
+    """Leave replayed tokens whose centre c = pi_old / pi_B is above this, or below its inverse, out of J_off.
+    Not in the paper. Default: none is left out"""
     kl_coef: float = 0.01
     """beta: weight of the k3 estimate of KL(pi || pi_ref). 0 skips the reference model."""
     entropy_coef: float = 0.001

@@ -16,13 +16,14 @@ import functools
 import hashlib
 import os
 import random
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from games import alfworld_engine, household, webshop, webshop_player
-from games.alfworld_files import alfworld_games, alfworld_vocabulary
+from games.alfworld_files import alfworld_splits, alfworld_vocabulary
 from games.alfworld_player import Notebook, Walkthrough
 
 SEARCH = "search[<your query>]"  # an action to fill in; the wording is verl-agent's
@@ -165,7 +166,7 @@ class AlfWorld:
         Raises ValueError if games are missing and ImportError if ALFWorld is not installed.
         """
         alfworld_engine.check_installed()
-        self.games = {split: alfworld_games(data, split) for split in ("train", *self.eval_splits)}
+        self.games = dict(alfworld_splits(data))
         self._game = None
 
     @property
@@ -241,7 +242,8 @@ class WebShop:
     """WebShop's goals in the official order and splits: 6,910 synthetic goals for the small product set.
 
     The outcome in the held-out splits is the score. In training it depends on `reward`: with "score" it is
-    the score, and with "success" it is 1 for a full score, else 0, as in the paper's code base.
+    the score, and with "success" it is 1 for a full score, else 0, as in the paper's code base. A training
+    goal with the words of a held-out goal is never played in training (`webshop_substitutes`).
     """
 
     name = "webshop"
@@ -263,6 +265,7 @@ class WebShop:
         ValueError if a file is missing, or if there are both product sets and `products` is None.
         """
         self.shop = load_shop(data, goals, products)
+        self.substitutes = webshop_substitutes(self.shop)
         self.reward = reward
 
     @property
@@ -281,7 +284,8 @@ class WebShop:
 
     def reset(self, split: str, index: int) -> View:
         self._split = split
-        self._session = self.shop.session(self.ranges[split].start + index)
+        goal = self.ranges[split].start + index
+        self._session = self.shop.session(self.substitutes.get(goal, goal))
         self._category = self.shop.products[self._session.goal.asin].category
         return self._show(self._session.reset())
 
@@ -350,6 +354,34 @@ def load_shop(data: str | None, goals: str, products: str | None) -> webshop.Web
             "goals: give the full product set, or the other kind of goals"
         )
     return shop
+
+
+@functools.lru_cache
+def webshop_substitutes(shop: webshop.WebShop) -> dict[int, int]:
+    """Map each training goal with the words of a held-out goal to the goal that training plays in its place.
+
+    That is the next training goal with words of its own, so every other goal keeps its index. Warns with the
+    number of such goals. Raises ValueError if no training goal has words of its own.
+    """
+    first = WebShop.ranges["train"].start
+    held_out = {goal.instruction_text for goal in shop.goals[:first]}
+    training = range(first, len(shop.goals))
+    repeated = {i for i in training if shop.goals[i].instruction_text in held_out}
+    if len(repeated) == len(training):
+        raise ValueError("every WebShop training goal equals a held-out goal: give the full product set")
+    substitutes = {}
+    for goal in sorted(repeated):
+        place = goal
+        while place in repeated:
+            place = place + 1 if place < training[-1] else first
+        substitutes[goal] = place
+    if substitutes:
+        warnings.warn(
+            f"{len(substitutes)} of {len(training):,} WebShop training goals equal a held-out goal word for "
+            "word; they are left out of training, and the next goals are played in their place",
+            stacklevel=2,
+        )
+    return substitutes
 
 
 @functools.lru_cache

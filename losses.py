@@ -1,7 +1,7 @@
 """The arithmetic of RSPO: advantages, the clipped surrogate with a moving centre, KL, value loss (Eq. 1-4).
 
-Pure functions of tensors and floats, in the order in which an update uses them. They know no model and no
-config, and import torch alone. Two sums are written out in rspo.py instead: (1 - alpha) J_on + alpha J_off
+Pure functions of tensors and floats, in the order in which an update uses them. They need no model and no
+config, and torch is the only package. Two sums are written out in rspo.py: (1 - alpha) J_on + alpha J_off
 and A_episode + omega A_step. The entropy bonus needs the whole vocabulary, so `Policy.logprobs` returns it.
 
 Left out, as the paper does not use them: sequence-level ratios, asymmetric clips, means over a constant
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 STD_EPS = 1e-6  # added to a standard deviation before dividing by it
-MAX_LOG_RATIO = 20.0  # log-ratios are clamped here before exp, so r = c u <= e^40 and its gradient are finite
+MAX_LOG_RATIO = 20.0  # log-ratios are clamped to +-20 before exp, so r <= e^40 and its gradient are finite
 
 
 def _fp32(x: Tensor, like: Tensor | None = None) -> Tensor:
@@ -48,7 +48,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_std: bool = T
 
     rewards (E,) floats; group_ids (E,) long, groups of any size, in any order. Returns (E,): exactly 0 in a
     group of one and in a group without spread. A reward that is not finite is left out of its group and gets
-    advantage 0. With normalize_std=False rewards are centred only.
+    advantage 0. With normalize_std=False rewards are only centred.
     """
     assert rewards.dim() == 1 and rewards.is_floating_point(), "rewards must be (E,) floats"
     assert group_ids.shape == rewards.shape and group_ids.dtype is torch.long, "group_ids must be (E,) long"
@@ -60,7 +60,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_std: bool = T
     advantages = torch.zeros(len(rewards), dtype=torch.double)
     for places in members.values():
         values = rewards[places].tolist()
-        mean = statistics.mean(values)  # exact: without spread 0 is left, and the order changes no bit
+        mean = statistics.mean(values)  # exact: equal rewards leave 0, and their order changes no bit
         divisor = 1.0
         if normalize_std and len(values) > 1:
             divisor = statistics.stdev(values, mean) + STD_EPS
@@ -85,8 +85,8 @@ def anchor_advantages(returns: Tensor, anchors: list[Hashable], normalize_std: b
     """A_step = (G - mean) / (std + 1e-6) over the steps with the same anchor   (GiGPO, arXiv 2505.10978)
 
     returns (S,): the discounted returns of the steps of any number of episodes. anchors: one per step, the
-    pair (group, observation), so that two tasks never share one. Returns (S,): 0 for an anchor that occurs
-    once.
+    pair (group, observation), so that two tasks never share an anchor. Returns (S,): 0 for an anchor that
+    occurs once.
     """
     assert len(anchors) == len(returns), f"{len(anchors)} anchors for {len(returns)} returns"
     ids: dict[Hashable, int] = {}
@@ -115,9 +115,9 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 def whiten(advantages: Tensor, mask: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
     """(A - mean) / (std + 1e-6) over the tokens of the mask, 0 where masked   (PPO; std with ddof 1)
 
-    All arguments have one shape. `statistics_mask` (default: the mask) selects the tokens that mean and std
-    are taken over; replayed tokens use those of the whole batch. With fewer than two such tokens the
-    advantages stay as they are; without spread they are centred only.
+    All arguments have one shape. `statistics_mask` (default: the mask) selects the tokens of mean and std;
+    for replayed tokens these are all tokens of the update. With fewer than two such tokens the advantages
+    stay as they are. Without spread they are only centred.
     """
     statistics_mask = mask if statistics_mask is None else statistics_mask
     _check(mask, advantages)
@@ -149,13 +149,14 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """-min(r A, clip(r, c - eps, c + eps) A) per token   (Eq. 3-4; Queeney et al. 2021)
 
-    r = pi / pi_b is the importance ratio. The clip interval is centred at c = pi_old / pi_b, a constant:
-        fresh tokens     pi_b = pi_old, so c = 1: PPO's clip
-        replayed tokens  pi_b = pi_B, so the centre moves to pi_old / pi_B
+    r = pi / pi_b is the importance ratio; the policy pi_b sampled the token. The clip interval is centred at
+    the constant c = pi_old / pi_b, where pi_old is the trained agent at the start of the update:
+        fresh tokens     the agent itself sampled them: pi_b = pi_old, so c = 1 as in PPO
+        replayed tokens  B sampled them: pi_b is B's policy, so the centre moves away from 1
 
-    All tensors are (B, T); mask bool. Returns the loss (B, T), 0 where masked, and the clipped tokens (B, T)
-    bool: those whose gradient is 0, because A > 0 and r > c + eps, or A < 0 and r < c - eps. The gradient of
-    all others is -A r grad log pi.
+    All tensors are (B, T); mask bool. Returns the loss (B, T), 0 where masked, and the mask of clipped tokens
+    (B, T) bool. A token is clipped if A > 0 and r > c + eps, or A < 0 and r < c - eps; its gradient is then
+    0. The gradient of any other token is -A r grad log pi.
     """
     _check(mask, logprobs, old_logprobs, behavior_logprobs, advantages)
     c = _log_ratio(old_logprobs, behavior_logprobs, mask).exp().detach()
@@ -165,6 +166,15 @@ def clipped_surrogate(
     loss = -torch.minimum(r * advantages, r.clamp(low, high) * advantages)
     clipped = torch.where(advantages > 0, r > high, (advantages < 0) & (r < low))
     return loss, clipped
+
+
+def within_centre(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, max_centre: float) -> Tensor:
+    """1 / max_centre <= c <= max_centre per token, c = pi_old / pi_b   (an option, not in the paper)
+
+    All tensors have one shape; mask bool. Returns bool, False where masked. A NaN stays in.
+    """
+    _check(mask, old_logprobs, behavior_logprobs)
+    return mask & ~(_log_ratio(old_logprobs, behavior_logprobs, mask).abs() > math.log(max_centre))
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -4,9 +4,9 @@
     R    = sum_t r_t                                                                                  (Eq. 6)
     loss = mean over episodes of (R - outcome)^2                                                      (Eq. 7)
 
-`StepRewardModel.rows` says what the model reads, in the fit and for scores. By default the backbone is a copy
-of the policy's starting model. It reads the policy's own token ids, prompts and replies as they were sampled.
-A backbone with its own tokenizer reads `step_text` of each step as the prompt, and the action as the reply.
+By default the backbone is a copy of the policy's starting model. It reads the policy's own token ids, prompts
+and replies as they were sampled. A backbone with its own tokenizer reads `step_text` of each step as the
+prompt, and the action as the reply. `StepRewardModel.rows` makes both inputs, for the fit and for scores.
 
 The model is fitted once, on episodes collected beforehand, and then frozen. The paper names neither these
 episodes nor the trained layers. Here the backbone is fine-tuned together with the head.
@@ -45,7 +45,7 @@ from scale import distributed
 BATCH_EPISODES = 32  # episodes of one update of the fit
 HELD_OUT = 0.1  # the share of tasks whose episodes are kept for the report
 CHANCE_AUC = 0.6  # a fit with a lower AUC has learned too little
-INVALID_REPLY = "invalid reply"  # the text of the action of an invalid reply
+INVALID_REPLY = "invalid reply"  # stands in place of an action in the texts
 
 
 class DenseReward(Protocol):
@@ -56,7 +56,7 @@ class DenseReward(Protocol):
 
 
 def step_text(trajectory: Trajectory, index: int, history: int = 2) -> str:
-    """Write a step's context, without notes and admissible actions: task, last turns and observation."""
+    """Write a step's context: task, last turns, observation. It has no notes and no admissible actions."""
     lines = [f"Task: {trajectory.task}"]
     for step in trajectory.steps[max(0, index - history) : index]:
         lines += [f"Observation: {step.observation}", f"Action: {step.action or INVALID_REPLY}"]
@@ -100,7 +100,7 @@ class StepRewardModel(nn.Module):
 
     @classmethod
     def from_base(cls, base: Base, **settings) -> StepRewardModel:
-        """Copy the policy's starting model as backbone, without what agents have trained since."""
+        """Copy the policy's starting model as the backbone, without the weights that agents have trained."""
         source = (base.reference or base.model).get_decoder()
         state = source.state_dict().items()  # LoRA keeps an adapter inside the layer that it adapts
         weights = {name.replace(".base_layer.", "."): w for name, w in state if ".lora_" not in name}
@@ -187,11 +187,11 @@ class StepRewardModel(nn.Module):
         """Set `dense_score` of every step of every usable episode; an older score is replaced.
 
         noise: std of Gaussian noise on each score, drawn from `rng` in the order of the steps. A noisy score
-        may leave (-1, 1). Ranks share whole groups, because identical rows of a group must be scored once.
+        may leave (-1, 1). Ranks split the groups, but no group: its identical rows must be scored once.
         """
         if noise and rng is None:
             raise ValueError(f"noise of {noise} needs an rng: give a random.Random")
-        usable = [group.usable() for group in groups]
+        usable = [group.usable_episodes() for group in groups]
         costs = [sum(_tokens_of(trajectory) for trajectory in trajectories) for trajectories in usable]
         scores = distributed.map_over_ranks(self._scores_of_groups, usable, costs)
         for trajectories, scores_of_group in zip(usable, scores, strict=True):
@@ -222,7 +222,7 @@ class StepRewardModel(nn.Module):
 
         The report (`self.report`): `quality` on the held-out episodes; mse_of_mean, their MSE if the training
         mean is predicted; counts of episodes and successes; learned, True if the model is clearly better than
-        chance. It warns if the model is not.
+        chance. If it is not, `fit` warns.
         """
         rng = random.Random(f"{seed} step reward model")
         training, held_out = split_by_task([t for t in trajectories if t.usable], HELD_OUT, rng)
@@ -274,7 +274,7 @@ class StepRewardModel(nn.Module):
         return report
 
     def backward(self, episodes: list[list[Row]]) -> float:
-        """Add the gradient of Eq. 7 over these episodes, each given as its rows, and return the loss.
+        """Add the gradient of Eq. 7 over these episodes, which are lists of rows, and return the loss.
 
         R needs all rows of its episode, so a part holds whole episodes. Parts of up to tokens_per_micro_batch
         tokens are left to autograd; a longer episode is a part of its own and is read twice.
@@ -324,7 +324,7 @@ class StepRewardModel(nn.Module):
     # --- files
 
     def save(self, folder: str | Path) -> None:
-        """Write the weights, the backbone's config, the report of the fit and its own tokenizer, if any."""
+        """Write the weights, the backbone's config and tokenizer (if it has its own), and the report."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
@@ -338,7 +338,7 @@ class StepRewardModel(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, chat: Chat, **settings) -> StepRewardModel:
-        """Load a model. chat: the policy's. Raises ValueError if it is missing, damaged or does not fit."""
+        """Load a model. chat: the policy's. Raises ValueError if files are missing, damaged or foreign."""
         from transformers import AutoConfig, AutoTokenizer
 
         folder = Path(folder)
@@ -414,7 +414,7 @@ def area_under_roc(scores: list[float], positive: list[bool]) -> float | None:
 
 
 def _content(row: Row) -> tuple:
-    """Return what the scores of a row depend on: its tokens, and the columns where the scores are read."""
+    """Return the tokens of a row and the columns of its scores. Rows with equal content have equal scores."""
     return tuple(row.input_ids), tuple(end for _, _, end in row.spans)
 
 

@@ -11,9 +11,9 @@ The environments run in the slots of a pool, in this process or in worker proces
 several ranks each rank plays a share of the episodes, and all episodes are gathered on every rank.
 
 Left out:
-* Asynchronous rollouts: a turn waits for its slowest environment. Here environments are much faster than the
-  model.
-* Replaying a crashed episode: it stays in its group, marked, and is not trained on.
+* Asynchronous rollouts: a turn waits for its slowest environment. The environments of this project are much
+  faster than the model.
+* Playing a crashed episode again: it stays in its group, marked, and is not trained on.
 * Drawing more tasks in place of groups with equal rewards (as DAPO does).
 """
 
@@ -37,11 +37,11 @@ from scale.pool import Pool
 class Episode:
     """One game that is being played: where it runs, its last view, and the steps recorded so far."""
 
-    number: int  # its place among the episodes of this call; names its rows in the KV cache
+    number: int  # its place among the episodes of one `play`; identifies its row in the KV cache
     slot: int  # the pool's slot that holds its environment
     env_name: str
     split: str
-    index: int  # of the game in its split
+    index: int  # place of the game in its split
     rng: random.Random
     step_limit: int
     dialogue: Dialogue
@@ -52,7 +52,7 @@ class Episode:
     stop_reason: StopReason | None = None  # None while it is played
 
     def observe(self, view: View | None) -> None:
-        """Continue with a view of the environment, or None if that crashed: make the next prompt, or stop."""
+        """Continue with the next view: make the next prompt, or stop. None: the environment crashed."""
         if view is None:
             self.stop_reason = StopReason.CRASHED
             return
@@ -81,7 +81,9 @@ class Episode:
     def receive(self, sample: Sample) -> str:
         """Record the reply to the last prompt. Returns the action for the environment, "" if there is none.
 
-        An invalid reply uses up its turn without an action, so the observation stays the same.
+        A reply is invalid if `parse_action` finds no action in it, or if it reached the token limit. It uses
+        up its turn: the environment gets no action, the next prompt shows the same observation, and the
+        return loses `invalid_penalty` (`rspo.step_returns`). Its tokens are trained on like all others.
         """
         action, valid = "", False
         if sample.stopped:
@@ -99,7 +101,7 @@ class Episode:
         return action
 
     def trajectory(self) -> Trajectory:
-        """Return the record of a stopped episode. Only a finished game has an outcome; others get 0."""
+        """Return the record of a stopped episode. Unless the game has finished, the outcome is 0."""
         finished = self.stop_reason is StopReason.FINISHED
         return Trajectory(
             task_id=f"{self.env_name}/{self.split}/{self.index}",
@@ -115,12 +117,12 @@ class Episode:
 class World:
     """Plays episodes of one environment. Its state consists of three counters.
 
-    make_env: builds one environment. One is built for each episode that is played at the same time.
+    make_env: builds one environment. The world has one for each episode that is played at the same time.
     group_size: N, episodes per training task.
     step_limit: turns per episode; None: the environment's own limit.
-    temperature: of training episodes.
-    parallel: episodes played at once on each rank; the KV cache grows with it. Others wait for a free slot.
-    seed: of the order of games and of all draws.
+    temperature: sampling temperature of training episodes.
+    parallel: episodes played at once on each rank; the KV cache grows with it. The rest wait for a slot.
+    seed: decides the order of games and all draws.
     workers: processes of each rank that run the environments; 0: they run in this process. With workers
         `make_env` must be picklable. `close` ends the processes.
     """
@@ -145,7 +147,7 @@ class World:
         self.step_limit = step_limit or env.step_limit
         self.group_size, self.temperature, self.parallel, self.seed = group_size, temperature, parallel, seed
         self.tasks = 0  # training tasks started so far: the position in the stream of tasks
-        self.episodes = 0  # training episodes played so far, with the crashed ones
+        self.episodes = 0  # training episodes played so far, including crashed ones
         self.turns = 0  # training turns played so far
 
     def collect(self, policy, tasks: int) -> list[Group]:
@@ -241,8 +243,8 @@ class World:
     ) -> list[Trajectory]:
         """Play all episodes to their end. Returns their trajectories in the order of `specs`, on every rank.
 
-        specs: (split, game, name of the episode's generator) of each episode. reply: returns one reply for
-        each of the given episodes; None means that the environment crashed.
+        specs: (split, game, name of the episode's generator) of each episode. reply: called with the episodes
+        of a turn; returns one reply for each, or None if its environment crashed.
         """
         return distributed.map_over_ranks(functools.partial(self._play_share, reply), specs)
 
@@ -263,7 +265,7 @@ class World:
         return [trajectories[number] for number in range(len(specs))]
 
     def _start(self, waiting: deque, free_slots: list[int]) -> list[Episode]:
-        """Start a waiting episode in every free slot. Some may stop at once: too long a prompt, a crash."""
+        """Start a waiting episode in every free slot. Some stop at once: a crash, a long prompt."""
         started = []
         while waiting and free_slots:
             number, (split, index, name) = waiting.popleft()

@@ -1,11 +1,11 @@
 """RSPO: Reward-Swap Policy Optimization (arXiv 2607.04713), Algorithm 1.
 
-`set_advantages` and `set_token_advantages` turn rewards into advantages (GRPO, GiGPO; PPO). `swap_rewards` is
-the reward swap. `update` is one update of an agent on J_total. `train` is Algorithm 1 with its ablations and
-baselines. The settings are in config.py.
+`set_advantages` (GRPO, GiGPO) and `set_token_advantages` (PPO) turn rewards into advantages. `swap_rewards`
+is the reward swap. `update` is one update of an agent on J_total. `train` is Algorithm 1 with its ablations
+and baselines. The settings are in config.py.
 
-This file needs neither a language model nor an environment, only records and tensors: an agent is anything
-with `logprobs`, `step` and `fork`, a world anything with `collect` (demo/toy.py has the smallest of both).
+This file needs neither a language model nor an environment, only records and tensors. An agent is any object
+with `logprobs`, `step` and `fork`; a world is any object with `collect`. demo/toy.py has a small one of each.
 
 Left out: mixing both rewards in one loss, as the paper shows that dense rewards mislead A; schedules of
 alpha, k and the learning rate; early stopping of an update by its KL.
@@ -28,8 +28,6 @@ from config import Config
 from scale import distributed
 from scale.distributed import Totals
 
-# --- from rewards to advantages ---
-
 
 def step_returns(trajectory: Trajectory, reward: str, config: Config) -> list[float]:
     """Return reward_scale * reward of each step, less invalid_penalty if its reply was invalid (S,)."""
@@ -47,7 +45,7 @@ def set_advantages(groups: list[Group], reward: str, config: Config) -> None:
     omega times a step advantage: the step's discounted return compared with the steps of the same group that
     had the same observation. `reward` is "outcome" or "dense".
     """
-    episodes = [(g, episode) for g, group in enumerate(groups) for episode in group.usable(reward)]
+    episodes = [(g, episode) for g, group in enumerate(groups) for episode in group.usable_episodes(reward)]
     if not episodes:
         return
     normalize_std = config.algo != "gigpo" or config.gigpo_std
@@ -71,9 +69,9 @@ def set_token_advantages(on: list[list[Row]], off: list[list[Row]], reward: str,
     """Set every row's advantages and returns by GAE over the action tokens of its episode   (PPO)
 
     on, off: the rows of each episode, with old_values from the agent's current critic. A step's reward is put
-    on its last action token. Fresh tokens are whitened by their own statistics, replayed tokens by those of
-    all tokens: while no fresh episode succeeds, fresh returns have almost no spread, and dividing by it would
-    make the advantage of a replayed success huge.
+    on its last action token. Fresh tokens are whitened with the mean and std of the fresh tokens, replayed
+    tokens with the mean and std of all tokens. While no fresh episode succeeds, fresh returns have almost no
+    spread; dividing by their std would make the advantage of a replayed success huge.
     """
     for episodes, name in [(on, reward), (off, "outcome")]:
         for rows in episodes:
@@ -93,9 +91,6 @@ def set_token_advantages(on: list[list[Row]], off: list[list[Row]], reward: str,
     whitened = losses.whiten(advantages, fresh)
     whitened = whitened + losses.whiten(advantages, ~fresh, statistics_mask=every)
     put(rows, "advantages", whitened)
-
-
-# --- log-probs of rows, and the reward swap ---
 
 
 def local_rows(rows: list[Row]) -> list[int]:
@@ -126,13 +121,16 @@ def score_rows(agent, rows: list[Row], config: Config) -> None:
 
 @torch.no_grad()
 def swap_rewards(agent, groups: list[Group], config: Config) -> None:
-    """The reward swap: make episodes that B collected ready to be replayed for their outcome.
+    """Swap the reward: prepare episodes that B collected for replay, where they count by their outcome.
 
-    B was trained on dense rewards; from here on its episodes count by their outcome only. Sets two things on
-    every step: A_off, computed from outcomes inside each whole group, and log pi_B of the action tokens, the
-    denominator of the importance ratio. PPO computes A_off when an episode is drawn, with A's critic of then.
+    B was trained on dense rewards, but these episodes get no dense scores. Two values are set on every step:
+    A_off, computed from outcomes inside each whole group, and log pi_B of its action tokens, the denominator
+    of their importance ratios. log pi_B comes from the trainer's forward pass, not from the sampler. With
+    PPO, A_off is computed only when an episode is drawn, with the critic that A has then.
     """
-    rows = [row for group in groups for episode in group.usable("outcome") for row in rows_of(episode)]
+    rows = [
+        row for group in groups for episode in group.usable_episodes("outcome") for row in rows_of(episode)
+    ]
     local = local_rows(rows)
     for batch in batches_of(agent, [rows[i] for i in local], config):
         batch.store("behavior_logprobs", agent.logprobs(batch)[0])
@@ -142,9 +140,6 @@ def swap_rewards(agent, groups: list[Group], config: Config) -> None:
             row.trajectory.steps[index].behavior_logprobs = row.behavior_logprobs[start:end].tolist()
     if config.algo != "ppo":
         set_advantages(groups, "outcome", config)
-
-
-# --- one update ---
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
@@ -179,8 +174,8 @@ def add_gradient(
 ) -> None:
     """Add the gradient of weight * (sum of the policy loss / count), micro-batch by micro-batch.
 
-    rows: this rank's rows of one source, "on" or "off"; count: action tokens of that source on all ranks.
-    Fresh rows also train PPO's critic, replayed rows do not.
+    rows: this rank's rows of one source, "on" or "off". count: loss tokens of that source in this optimizer
+    step, on all ranks. Fresh rows also train PPO's critic, replayed rows do not.
     """
     for batch in batches_of(agent, rows, config):
         token_losses = policy_loss(agent, batch, source, config, totals)
@@ -203,12 +198,29 @@ def optimizer_step(agent, config: Config, totals: Totals) -> None:
 def sampler_gap(rows: list[Row]) -> dict[str, float]:
     """Compare the sampler's log-probs of fresh action tokens with the trainer's, which the loss reads.
 
-    Returns the mean and the largest absolute difference. More than rounding is a fault: an engine with stale
-    weights, another temperature or other tokens.
+    Returns the mean and the largest absolute difference. A difference beyond rounding is a fault, such as
+    stale weights in an engine, another temperature or other tokens. Raises ValueError if a reply has not one
+    sampler log-prob per token.
     """
     sampled = torch.cat([row.column_of("sampler_logprobs")[row.action_mask] for row in rows])
     gap = (take(rows, "old_logprobs") - sampled).abs().double()
     return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
+
+
+def centre_metrics(rows: list[Row]) -> dict[str, float]:
+    """Describe c = pi_old / pi_B of the replayed action tokens: the largest, and the shares far from 1."""
+    if not rows:
+        return {}
+    log_c = (take(rows, "old_logprobs") - take(rows, "behavior_logprobs")).double()
+    c = log_c.clamp(-losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO).exp()
+    metrics = {
+        "centre_max": c.max().item(),
+        "centre_above_2": (c > 2).double().mean().item(),
+        "centre_below_half": (c < 0.5).double().mean().item(),
+    }
+    if rows[0].loss_mask is not None:
+        metrics["centre_dropped"] = 1 - sum(row.loss_tokens for row in rows) / len(c)
+    return metrics
 
 
 class NothingToTrainOn(RuntimeError):
@@ -228,7 +240,7 @@ def update(
     """Update an agent once on J_total = (1 - alpha) J_on + alpha J_off   (Eq. 3)
 
     on      groups that the agent has just collected; they count by `reward`, "outcome" or "dense"
-    off     replayed episodes; they always count by their outcome. Without any, alpha is 0 in this update.
+    off     replayed episodes; they always count by their outcome. If there are none, alpha is 0.
     rng     shuffles the rows into minibatches
 
     J_on and J_off are each a mean over their own action tokens. So an optimizer step divides by two token
@@ -238,8 +250,8 @@ def update(
     started = time.perf_counter()
     if config.algo != "ppo":
         set_advantages(on, reward, config)
-    on_episodes = [rows_of(episode) for group in on for episode in group.usable(reward)]
-    off_episodes = [rows_of(episode) for episode in off]  # with log pi_B and A_off of `swap_rewards`
+    on_episodes = [rows_of(episode) for group in on for episode in group.usable_episodes(reward)]
+    off_episodes = [rows_of(episode) for episode in off]  # `swap_rewards` has set log pi_B and A_off
     on_rows = [row for rows in on_episodes for row in rows]
     off_rows = [row for rows in off_episodes for row in rows]
     if not on_rows:
@@ -248,6 +260,11 @@ def update(
     score_rows(agent, on_rows + off_rows, config)
     for row in on_rows:
         row.behavior_logprobs = row.old_logprobs  # pi_b = pi_old: the clip's centre c is 1
+    if config.max_centre is not None:
+        for row in off_rows:
+            columns = (row.old_logprobs, row.behavior_logprobs, row.action_mask)
+            row.loss_mask = losses.within_centre(*columns, config.max_centre)
+    described = {**sampler_gap(on_rows), **centre_metrics(off_rows)}  # raises before a weight moves
     if config.algo == "ppo":
         set_token_advantages(on_episodes, off_episodes, reward, config)
 
@@ -262,21 +279,18 @@ def update(
             drawn = [("on", row) for row in on_parts[part]] + [("off", row) for row in off_parts[part]]
             local = [drawn[i] for i in local_rows([row for _, row in drawn])]
             for source, weight in [("on", 1 - alpha), ("off", alpha)]:
-                count = sum(row.action_tokens for kind, row in drawn if kind == source)  # over all ranks
-                rows = [row for kind, row in local if kind == source]
+                count = sum(row.loss_tokens for kind, row in drawn if kind == source)  # over all ranks
+                rows = [row for kind, row in local if kind == source and row.loss_tokens]
                 add_gradient(agent, rows, source, weight, count, config, totals)
             optimizer_step(agent, config, totals)
     return {
         **totals.means(),
-        **sampler_gap(on_rows),
+        **described,
         "replayed_episodes": len(off),
         "alpha": alpha,
         "optimizer_steps": parts * config.epochs,
         "seconds_update": time.perf_counter() - started,
     }
-
-
-# --- Algorithm 1 ---
 
 
 def train(
@@ -289,7 +303,7 @@ def train(
     start: int = 0,
     replay: ReplayBuffer | None = None,
 ) -> None:
-    """Algorithm 1: train `policy` (agent A) until it has had `total_updates` updates.
+    """Train `policy`, agent A, by Algorithm 1 until it has had `total_updates` updates.
 
     policy         agent A; policy.fork(name) returns a copy, agent B
     world          world.collect(agent, tasks) plays tasks and returns groups of episodes
@@ -332,7 +346,7 @@ def train(
         for number in range(done, done + config.k):
             groups = collect(policy, config.policy_reward, number)
             if config.method == "rspo_h":
-                swap_rewards(policy, groups, config)  # nothing to swap; stores A_off and log-probs
+                swap_rewards(policy, groups, config)  # A has no dense scores; this sets A_off and log-probs
             replayed = replay.sample(config.off_policy_episodes)
             metrics = learn(policy, groups, replayed, config.policy_reward, number)
             log("policy", groups, metrics, number + 1)

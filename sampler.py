@@ -12,9 +12,10 @@ sampled). A row's last sampled token enters the cache with its next prompt:
     b   p p . . s .               0 1     2
 
 Left out:
-* Top-k, top-p and penalties, also those in a checkpoint's generation_config: the log-probs would not be those
-  of the trainer. Tokens are drawn from softmax(logits / temperature).
-* One copy of the prompt that the episodes of a group share. scale/vllm_sampler.py (vLLM) shares prefixes.
+* Top-k, top-p and penalties, also those in a checkpoint's generation_config: the sampler's log-probs
+  would differ from the trainer's. Tokens are drawn from softmax(logits / temperature).
+* Sharing the cache of the prompt with which all episodes of a group begin. vLLM shares prefixes
+  (scale/vllm_sampler.py).
 * Models with recurrent layers, and sequences longer than an attention window. Both are refused.
 
 Shapes: B rows (prompts), b rows that are still decoded, Q new tokens, K cached columns, H heads, D hidden
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 PREFILL_TOKENS = 2**14  # prompt tokens per forward pass; with more, activations would outweigh the cache
-HIDDEN = -1e9  # added to the attention score of a column that must not be seen
+HIDDEN = -1e9  # added to the attention score of a hidden column
 
 
 @dataclass
@@ -69,7 +70,10 @@ class Sampler(Protocol):
 
 
 def check_lengths(prompts: list[list[int]], max_tokens: int, limit: int, whose: str) -> None:
-    """Raise ValueError for an empty prompt, or if prompt and reply could exceed the `limit` of `whose`."""
+    """Raise ValueError for an empty prompt, or if a prompt and its reply could exceed `limit` tokens.
+
+    whose: the end of the message, for example "vLLM was started for".
+    """
     if not all(prompts):
         raise ValueError("a prompt has no tokens")
     if max_tokens < 1:
@@ -82,12 +86,15 @@ def check_lengths(prompts: list[list[int]], max_tokens: int, limit: int, whose: 
 
 
 def check_decodable(model, prompts: list[list[int]], max_tokens: int, max_length: int) -> None:
-    """Raise ValueError if `KVSampler` would decode wrongly: recurrent layers, or a sequence that exceeds the
-    model's length or the attention window of a layer (the attention mask here has no windows)."""
+    """Raise ValueError if `KVSampler` cannot decode the model correctly.
+
+    It cannot decode recurrent layers. It cannot decode a sequence that exceeds the model's length or the
+    attention window of a layer, because `additive_mask` has no windows.
+    """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention", "chunked_attention"} or model._is_stateful:
-        raise ValueError(f"model type {config.model_type!r} has recurrent layers: it cannot be decoded here")
+        raise ValueError(f"model type {config.model_type!r} has recurrent layers: KVSampler cannot decode it")
     limits = [max_length]
     if kinds != {"full_attention"}:
         limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
@@ -128,7 +135,7 @@ class Cache:
     """Keys and values (B, H, K, .) of every layer, in buffers with room for more columns.
 
     It has the methods that transformers calls on a cache. The caller advances `columns` after each forward
-    pass. Unwritten columns are 0, not garbage: a hidden NaN would still spoil a sum.
+    pass. Unwritten columns are 0, because a NaN spoils a sum even if it is hidden.
     """
 
     def __init__(self, room: int = 0):
@@ -169,7 +176,7 @@ class Cache:
 
     @classmethod
     def join(cls, parts: list[Cache]) -> Cache:
-        """Stack the rows of all parts. Each layer of the parts is freed at once, to save memory."""
+        """Stack the rows of all parts. Each layer of the parts is freed as soon as it is stacked."""
         whole = cls(parts[0].room)
         whole.columns = parts[0].columns
         for pairs in zip(*(part.layers for part in parts), strict=True):
@@ -198,8 +205,8 @@ class Cache:
 def prefill_part(policy, cache: Cache, ids: Tensor, lengths: Tensor, cached: Tensor, real: Tensor) -> Tensor:
     """Feed new prompt tokens to the cache. Returns the hidden state at each row's last one (B, D).
 
-    ids (B, Q): padded on the right; lengths (B,): without padding; cached (B,): how many tokens come before
-    them; real (B, K): see `Live`, with the Q new columns.
+    ids (B, Q): padded on the right. lengths (B,): tokens of each row without padding. cached (B,): tokens of
+    each row in the cache. real (B, K): see `Live`; it includes the Q new columns.
     """
     columns = torch.arange(ids.shape[1], device=ids.device)
     if cache.columns == 0:
@@ -218,7 +225,7 @@ class Live:
     """The b rows of a call that are still decoded.
 
     A stopped row stays in the batch, its tokens ignored, until half of the rows have stopped. Then `shrink`
-    removes them at once, so the cache is copied at most log2(B) times.
+    removes all stopped rows, so the cache is copied at most log2(B) times.
     """
 
     rows: Tensor  # (b,) index of each row in the call
@@ -260,13 +267,13 @@ class Live:
 class KVSampler:
     """Decodes with the policy's own model, and keeps keys and values from turn to turn.
 
-    When the KV cache lives on, and when not. At each call of `sample`:
+    The KV cache lives on from call to call of `sample`, by these rules:
     * a row is reused if the prompt extends all tokens cached for its episode (full context). Only the new
       prompt tokens are prefilled.
     * a row is recomputed if the prompt does not extend them (window context).
     * a row is removed if its episode is not in the call, because it has ended.
     * the cache is cleared if the policy is another object, or its `version` has changed with its weights.
-    * no row is reused if the call before raised an exception.
+    * no row is reused if the previous call raised an exception.
     `reset` clears the cache. `World` calls it before and after each rollout: an update needs the memory.
     """
 
@@ -284,7 +291,7 @@ class KVSampler:
 
     @torch.no_grad()
     def sample(self, policy, prompts, episodes, rngs, temperature, max_tokens) -> list[Sample]:
-        """See `Sampler.sample`. Also raises ValueError for a model that cannot be decoded here."""
+        """See `Sampler.sample`. Also raises ValueError for a model that `check_decodable` refuses."""
         check_decodable(policy.activate(), prompts, max_tokens, policy.max_length)
         if self._owner is None or self._owner[0] is not policy or self._owner[1] != policy.version:
             self.reset()
@@ -328,7 +335,7 @@ class KVSampler:
         return rows
 
     def _arrange(self, rows: list[int | None], room: int, device) -> list[int]:
-        """Give the cache one row per prompt of the call. Returns the number of cached tokens of each.
+        """Give the cache one row per prompt of the call. Returns the number of cached tokens of each row.
 
         rows: the cached row of each prompt; None: an empty row. room: see `Cache`.
         """
@@ -377,7 +384,7 @@ class KVSampler:
         return [Sample(ids[:n], scores[:n], ids[n - 1] in policy.chat.stop_ids) for ids, scores, n in rows]
 
     def _keep(self, prompts, episodes, samples: list[Sample]) -> None:
-        """Record what is cached now: all tokens but the last of each reply, which was never fed."""
+        """Record the cached tokens: each prompt, and its reply without the last token, which is not fed."""
         fed = torch.tensor([len(sample.token_ids) - 1 for sample in samples], device=self._real.device)
         new = torch.arange(self._cache.columns - self._real.shape[1], device=self._real.device)
         self._real = torch.cat([self._real, new < fed[:, None]], dim=1)

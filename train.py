@@ -102,7 +102,14 @@ from record.artifacts import (
     named_reward_model,
     usage_error,
 )
-from record.log import open_log, tensorboard_listener, wandb_listener, write_run_facts
+from record.log import (
+    eval_file,
+    open_log,
+    run_facts,
+    tensorboard_listener,
+    wandb_listener,
+    write_run_facts,
+)
 from record.recorder import Recorder, conclude, play_panel, print_line, progress_bar, warn_of_crashes
 from rollout import World
 from sampler import KVSampler
@@ -311,8 +318,12 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
 # --- instead of a run ---------------------------------------------------------------------------------------
 
 
-def evaluate_only(args: Args, newest: Path | None) -> None:
-    """Evaluate a run's checkpoint, or --model as it is. Print the tables and write eval.json."""
+def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
+    """Evaluate a run's checkpoint, or --model as it is. Print the tables and write eval.json.
+
+    The file holds the results and what a repetition needs: the flags, the games, the versions, the machine.
+    """
+    facts = run_facts(argv, args.threads, distributed.world_size())
     set_up(args)
     base = load_start(args, Path(args.out) if newest else None)
     check_start(args, base, make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed))
@@ -332,10 +343,14 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
             _, panels[split] = play_panel(args, world, policy, split)
             print_line(f"success in % on {panels[split]['games']} games of {split}")
             print_line(report.panel_table({name: panels[split]}))
-    facts = {"policy": name, "panels": panels, "seconds": time.perf_counter() - started}
+            print_line(report.solved_text(panels[split]))
+        facts["games"] = world.pool.env.fingerprint
+    facts |= {"policy": name, "panels": panels, "seconds": time.perf_counter() - started}
+    facts["config"] = json.loads(config_text(args))
     if distributed.rank() == 0:
-        checkpoint.write_text(folder / "eval.json", json.dumps(facts, indent=2) + "\n")
-    print_line(f"written to {folder / 'eval.json'}")
+        path = eval_file(folder)
+        checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
+        print_line(f"written to {path}")
 
 
 def show_plan(args: Args) -> None:
@@ -392,7 +407,7 @@ def main(argv: list[str] | None = None, checked=None, pieces: Pieces = PIECES) -
         if args.plan:
             show_plan(args)
         elif args.eval_only:
-            evaluate_only(args, newest)
+            evaluate_only(args, newest, argv)
         else:
             run(args, newest, argv, pieces)
         distributed.stop()

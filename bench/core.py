@@ -154,7 +154,7 @@ def bench_rollout(policy: Policy, repeats: int) -> list[Goal]:
         "generate, whole history": keep("generate", lambda: play_with_generate(policy, texts)),
         "generate, the last 2 turns": keep("window", lambda: play_with_generate(policy, texts, 2)),
     }
-    short = [episode[:2] for episode in texts]  # a first call of each side, without its time
+    short = [episode[:2] for episode in texts]  # a first call of each side, which is not timed
     play_with_sampler(policy, short)
     play_with_generate(policy, short)
     seconds = compare(sides, repeats)
@@ -193,17 +193,17 @@ def grpo_update(policy: Policy, groups: list[Group], optimizer_steps: int = 1) -
 
 
 def bench_update(policy: Policy, repeats: int) -> list[Goal]:
-    """Compare an update on one row per episode with one on one row per turn.
+    """Compare an update on one row per episode with an update on one row per turn.
 
-    Attention over whole episodes takes a share of the time that falls with the width. The second model has
-    the width of a 0.5B model.
+    The wider the model, the smaller the share of attention over whole episodes. The second model has the
+    width of a 0.5B model.
     """
     goals = []
     cases = [(policy, "4 layers of 256", 8), (random_policy(1, 896), "1 layer of 896", 2)]
     for agent, model, episodes in cases:
         texts = random_texts(agent, episodes, 10)
         whole, windows = random_group(agent, texts), random_group(agent, texts, 2)
-        grpo_update(agent, random_group(agent, random_texts(agent, 2, 2)))  # a first call, without its time
+        grpo_update(agent, random_group(agent, random_texts(agent, 2, 2)))  # a first call, which is not timed
         sides = {
             "a row an episode": functools.partial(grpo_update, agent, whole),
             "a row a turn": functools.partial(grpo_update, agent, windows),
@@ -264,7 +264,7 @@ def grpo_step(policy: Policy, sampler, prompts: list[str], settings: dict, rng: 
 
 
 class Trl:
-    """TRL's trainer in a process of another Python. Each call of `seconds()` has it take one step."""
+    """TRL's trainer in a process of another Python. Each call of `seconds()` makes it take one step."""
 
     def __init__(self, python: str, folder: str, settings: dict):
         command = [python, "-m", even_tokens.__module__, folder, json.dumps(settings)]
@@ -311,8 +311,8 @@ def missing_trl(python: str | None) -> str:
 def bench_step(python: str, repeats: int) -> list[Goal]:
     """Compare a GRPO step with TRL's: 8 prompts of 64 tokens, 8 replies of 32 tokens to each.
 
-    A step has one optimizer step on all replies, or two on 32 replies each. With one, TRL uses the update's
-    own log-probs as the old ones; with two it has to compute the old ones separately.
+    A step has one optimizer step on all replies, or two on 32 replies each. With one step, TRL uses the
+    update's own log-probs as the old ones. With two steps it has to compute the old ones separately.
     """
     goals, rng = [], random.Random(0)
     prompts = [" ".join(rng.choice(WORDS) for _ in range(64)) for _ in range(8)]
@@ -349,8 +349,8 @@ def kilobytes(name: str) -> int:
 def logprob_cost(plain: bool, tokens: int, width: int, vocabulary: int) -> tuple[float, float, list, list]:
     """Measure log-probs, forward and backward, in this process.
 
-    plain: in one piece; otherwise in chunks.
-    Returns CPU-seconds, the GB above the memory before, the log-probs, and the row sums of the gradient.
+    plain: in one piece; otherwise in chunks. Returns CPU-seconds, the GB by which the peak exceeds the memory
+    before the call, the log-probs, and the row sums of the gradient.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def alfworld_compared(path: str, cache: str, n_steps: int = 15) -> dict[str, flo
     """Play one game in both engines with the same commands; return CPU-milliseconds by operation.
 
     stock reset, our reset: the repeated reset of an open game.
-    opening: make a Game from the cache on disk and reset it.
+    opening: make a Game from the cache on disk, and reset it.
     first contact: translate the game, then open it.
     stock step, our step: one step to a state that the engine has not seen before.
     known step: one step to a state that our engine has seen before.
@@ -57,7 +57,7 @@ def alfworld_compared(path: str, cache: str, n_steps: int = 15) -> dict[str, flo
     stock.reset()
     stock_reset = cpu_seconds(stock.reset)
     stock_steps = cpu_seconds(lambda: [stock.step(command) for command in commands])
-    alfworld_engine.forget()  # our steps, too, must reach each state for the first time
+    alfworld_engine.forget()  # our engine, too, must reach each state for the first time
     opening = cpu_seconds(lambda: alfworld_engine.Game(path, cache).reset())
     game = alfworld_engine.Game(path, cache)
     reset = cpu_seconds(lambda: [game.reset() for _ in range(1000)]) / 1000
@@ -210,7 +210,7 @@ def webshop_times(shop: webshop.WebShop, episodes: int) -> dict[str, list[float]
 def bench_webshop(args: argparse.Namespace) -> int:
     """Measure the start, the steps and the memory of WebShop; return the exit status.
 
-    Large product sets have other goals, and none for memory.
+    Large product sets have other goals, and no goal for memory.
     """
     if args.webshop_data is None:
         sys.exit("error: no --webshop_data or $WEBSHOP_DATA; name the folder of WebShop's files")

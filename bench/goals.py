@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table: a measured value and its bound. Exactly one of the two bounds is given."""
+    """One line of the table: a measured value and its bound. Exactly one of the two bounds is set."""
 
     name: str
     value: float

@@ -1,4 +1,4 @@
-"""Check on a machine with a GPU that this project works there, and how fast: `python -m bench.gpu_check`.
+"""Check that this project works on a machine with a GPU, and its speed: `python -m bench.gpu_check`.
 
 The check takes at most 8 minutes and has two parts. If one part fails or exceeds its time, the other still
 runs, and the exit status is 1. `--dry_run` runs the same code on the CPU with a tiny model, but it measures
@@ -59,6 +59,8 @@ TESTED = [  # test files that use the device
     "tests/test_losses.py",
     "tests/test_buffer.py",
     "tests/test_batch.py",
+    "tests/test_chat.py",
+    "tests/test_model.py",
     "tests/test_policy.py",
     "tests/test_sampler.py",
     "tests/test_rspo.py",
@@ -115,7 +117,7 @@ class Work:
     """The work of one call."""
 
     tokens: dict[str, int]  # by kind
-    flops: float  # without repeated ones
+    flops: float  # without repeated FLOPs
     repeated: float = 0.0  # FLOPs that gradient checkpointing computes a second time
 
 
@@ -153,7 +155,7 @@ class Costs:
     def update(self, tokens: int, actions: int) -> Work:
         """Return the work of an update: old and reference log-probs, then a forward and a backward pass.
 
-        Frozen parameters pass gradients on, but have none of their own.
+        A backward pass goes through frozen parameters, but computes no gradient for them.
         """
         scores = self.log_probs(tokens, actions).flops
         reference = scores - self.adapter * tokens
@@ -164,7 +166,7 @@ class Costs:
 def peak_flops(device: str) -> float | None:
     """Return the device's peak FLOP/s.
 
-    A GPU's peak is looked up by name, and None if the name is unknown. A CPU's peak is measured in fp32.
+    A GPU's peak is looked up by name; it is None if the name is unknown. A CPU's peak is measured in fp32.
     """
     if device == "cpu":
         a, b = torch.rand(2, 1024, 1024)
@@ -373,7 +375,7 @@ def calls_to_measure(costs: Costs, epochs: int, gaps: list[float]) -> Iterator[t
         return costs.step_scores(lengths_of(members_of(groups))[0])
 
     def swap(_, agent, groups, *__) -> Work:
-        episodes = [episode for group in groups for episode in group.usable("outcome")]
+        episodes = [episode for group in groups for episode in group.usable_episodes("outcome")]
         for episode in episodes:
             for step in episode.steps:
                 for a, b in zip(step.sampler_logprobs, step.behavior_logprobs, strict=True):

@@ -1,8 +1,8 @@
 """TRL's side of `python -m bench core --trl PYTHON`: GRPO steps of its GRPOTrainer, one per request.
 
 This file runs in its own Python environment (requirements/trl.txt), as `python -m bench.trl FOLDER SETTINGS`.
-It takes one step for each line that it reads from stdin, and then prints the CPU-seconds of the step. The
-settings are the fastest that a user who knows TRL would choose here: fp32, a static cache, no gradient
+It takes one step for each line that it reads from stdin, and then prints the CPU-seconds of the step. An
+experienced user of TRL would choose these settings for speed: fp32, a static cache, no gradient
 checkpointing, no reference model (beta 0), one forward pass per optimizer step, and no logs or checkpoints.
 """
 

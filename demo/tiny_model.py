@@ -1,8 +1,8 @@
 """The tiny model: a small Qwen2 with random weights and a tokenizer for the words of one environment.
 
 It shows the method on a CPU in minutes. An environment with a closed vocabulary (a tuple of its words and
-phrases) gets one token per word; an environment with an open one (`Corpus`) gets byte-level BPE. The tiny
-model does not read an environment's `silent_words`: its tokenizer removes them from closed-vocabulary texts.
+phrases) gets one token per word. An environment with an open vocabulary (`Corpus`) gets byte-level BPE. The
+tokenizer of a closed vocabulary removes the environment's `silent_words` from every text.
 """
 
 from __future__ import annotations

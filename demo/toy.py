@@ -2,7 +2,7 @@
 
 `rspo.train` needs an agent with `logprobs`, `step` and `fork`, a world with `collect`, and a dense reward
 with `score`. Here each of them takes a few lines, so one loop of Algorithm 1 runs in milliseconds.
-demo/walkthrough.py shows such a loop number by number. The tests drive the algorithm with it.
+demo/walkthrough.py shows such a loop number by number. The tests drive the algorithm with this toy.
 
 Shapes: B rows, T tokens (columns), V words of the vocabulary.
 """
@@ -59,7 +59,7 @@ class ToyChat:
 class ToyEnv:
     """Three doors. "right" three times wins; every other path of three actions fails.
 
-    A game's parity is its task type. It changes nothing.
+    The task type is the parity of the game's index. It changes nothing else.
     """
 
     name, task_types, step_limit, vocabulary = "toy", ("Left", "Right"), 3, tuple(WORDS)
@@ -96,11 +96,12 @@ class ToyEnv:
 
 
 class ToyPolicy:
-    """A bigram policy: a table of logits for the next word, given only the last word (V, V).
+    """A bigram policy: a table (V, V) of the next word's logits, which depend only on the last word.
 
     It cannot tell the doors apart, as every prompt ends with <agent>. So it has one probability of "right",
-    at all doors. `lead` is how much higher the logit of "left" starts: with 0.5, "right" has probability
-    0.378, and three times "right" 0.054. The methods are those of policy.Policy that `rspo.train` calls.
+    at all doors. `lead` is the first logit of "left"; the logit of "right" starts at 0. With 0.5, "right" has
+    probability 0.378, and "right" three times has 0.054. It has the methods of policy.Policy that
+    `rspo.train` calls.
     """
 
     device, temperature, chat = DEVICE, 1.0, ToyChat()

@@ -1,13 +1,13 @@
 """Write docs/WALKTHROUGH.md: one loop of Algorithm 1 on the toy, number by number.
 
 `python -m demo.walkthrough` writes the page. `play_loop` runs rspo.train and watches it through the log, the
-policy and the replay buffer, so the page cannot drift from the algorithm. The text is demo/walkthrough.md:
-`{name}` becomes a value of `values_of`, and [[rspo.update]] a link to the file of that function. Sentences
-that say what happened are written for seed 0; tests/demo/test_walkthrough.py checks them. Links name no
-lines, as lines change with every edit.
+policy and the replay buffer, so the page always shows the algorithm as it is. The text is
+demo/walkthrough.md: `{name}` becomes a value of `values_of`, and [[rspo.update]] a link to the file of that
+function. Sentences that say what happened are written for seed 0; tests/demo/test_walkthrough.py checks them.
+Links name no lines, as lines change with every edit.
 
 Left out: GiGPO and PPO; more than one update per phase; the KL term and the entropy bonus, whose weights are
-0 here, so that all numbers follow from Eq. 1-4.
+0 in CONFIG, so that all numbers follow from Eq. 1-4.
 
 Shapes: B rows, T tokens (columns).
 """
@@ -97,7 +97,7 @@ class WatchedPolicy(toy.ToyPolicy):
 
     def logprobs(self, batch, with_entropy=False):
         logprobs, entropy = super().logprobs(batch, with_entropy)
-        if with_entropy:  # only the loss asks for the entropy
+        if with_entropy:  # only the loss needs the entropy
             self.passes.append(LossPass(batch, logprobs.detach()))
         return logprobs, entropy
 

@@ -33,7 +33,7 @@ class NoisyPlayer:
     """A player that follows the searching expert in some turns, and hesitates or errs in the others.
 
     Each turn draws u in [0, 1):
-        u < expert_share                       the searching expert's action; it knows nothing hidden
+        u < expert_share                       the searching expert's action, which uses no hidden fact
         u < expert_share + hesitation_share    the action that looks around, if it is admissible
         otherwise                              a random action that is admissible and can be typed
     """
@@ -84,10 +84,10 @@ def demonstrations(
     """Play training games with a `NoisyPlayer`. Raises ValueError if the environment has no expert.
 
     Games are drawn independently of the task stream. `games` limits them to the first games of that stream,
-    for environments where a new game is expensive. Demonstration i does not depend on their number.
+    for environments where a new game is expensive. Demonstration i does not depend on the number of episodes.
     """
     if not hasattr(world.pool.env, "searching_expert"):
-        raise ValueError(f"{world.name} has no expert to show how it is played")
+        raise ValueError(f"{world.name} has no searching expert to play demonstrations")
     drawn = world.draw_games("demonstration", episodes, games)
     specs = [("train", game, f"demonstration {i}") for i, game in enumerate(drawn)]
     return world.play(NoisyPlayer(world, expert_share, hesitation_share).answer, specs)
@@ -107,7 +107,7 @@ def warm_start(
     """Train the full weights of the base on the demonstrated replies. Returns the loss of every update.
 
     The loss is the mean cross-entropy of the replies' tokens. An update takes rows until they have at least
-    `turns_per_update` turns. The order of the rows is random, and drawn anew after a pass over all of them.
+    `turns_per_update` turns. The order of the rows is random. A new order is drawn after each pass.
     The learning rate rises to `learning_rate` and falls (`rise_and_fall`).
 
     Raises ValueError if no demonstration is usable, FloatingPointError if the loss diverges.

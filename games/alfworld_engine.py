@@ -7,10 +7,10 @@
    takes 0.2 to 1 s. The data is cached on disk (`cache_folder`), so later processes start in milliseconds.
 2. `_Table` plays that data. A state is two integers with one bit for each atom. Bitwise operations find the
    possible commands of all operators at once, and sentences are made by walking trees. The results are
-   remembered for states that were visited, up to a limit.
+   cached for the states that were visited, up to a limit.
 
-The engine needs only Python's integers, lists and strings, no planner library. Therefore games cannot
-influence each other, a closed game leaves nothing in memory, and equal files share one table.
+While it plays, the engine needs only Python's integers, lists and strings, and no planner library. Therefore
+games cannot influence each other, a closed game leaves nothing in memory, and equal files share one table.
 
 Three oddities of the stock engine decide its texts, so they are kept:
 * A sentence counts a fact as denied only after an effect made it false, not if it is false from the start.
@@ -62,7 +62,7 @@ GAME_FILE = "game.tw-pddl"
 FORMAT = 1  # version of the cached data; increase it when the result of `translate` changes
 PACKAGES = ("textworld", "alfworld", "fast-downward-textworld")
 N_TABLES = 64  # tables that stay in memory after their last game is closed
-N_TRANSITIONS = 2000  # transitions that a table remembers: about 1 MB
+N_TRANSITIONS = 2000  # transitions that a table caches: about 1 MB
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class _Table:
             self._tested |= _bits(operators_of)
 
     def start(self) -> tuple[str, _Node]:
-        """The text and the state at the start of the game."""
+        """Return the text and the state at the start of the game."""
         with self._lock:
             if self._first is None:
                 node = self._node(self._beginning, 0)
@@ -249,16 +249,16 @@ class _Table:
         return result
 
     def _forget(self) -> None:
-        """Free all remembered states, so that the memory of a table stays limited."""
+        """Free all cached states, so that the memory of a table stays limited."""
         for node in self._nodes.values():
             node.next = {}
         self._nodes.clear()
         self._lists.clear()
         self._n_transitions = 0
-        self._first = None  # it would keep every state that was reached from it
+        self._first = None  # its node would keep alive every state that was reached from it
 
     def _node(self, true: int, denied: int) -> _Node:
-        """The node of a state. It is made if the state is new."""
+        """Return the node of a state. It is made if the state is new."""
         node = self._nodes.get((true, denied))
         if node is None:
             known = self._with_axioms(true)
@@ -283,7 +283,7 @@ class _Table:
         return true
 
     def _applicable(self, true: int) -> int:
-        """The operators that are possible in a state."""
+        """Return the operators that are possible in a state."""
         atoms = list(_numbers(true & self._tested))
         blocked = 0
         for atom in atoms:
@@ -358,7 +358,7 @@ _tables_lock = threading.Lock()
 
 
 def cache_folder() -> Path:
-    """The folder of translated games: $RSPO_CACHE/alfworld, or rspo/alfworld in the user's cache folder."""
+    """Return the folder of translated games: $RSPO_CACHE/alfworld, else rspo/alfworld in the user's cache."""
     if os.environ.get("RSPO_CACHE"):
         return Path(os.environ["RSPO_CACHE"]) / "alfworld"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rspo" / "alfworld"
@@ -390,7 +390,7 @@ def check_installed() -> None:
 
 @functools.cache
 def _versions() -> str:
-    """The versions of the packages that a translation depends on, as part of the cache's key."""
+    """Return the versions of the packages that a translation depends on, as part of the cache's key."""
     try:
         return " ".join(f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES)
     except importlib.metadata.PackageNotFoundError as error:
@@ -399,7 +399,7 @@ def _versions() -> str:
 
 
 def _table(path: str, folder: Path) -> _Table:
-    """The table of a game file: from memory, from the folder, or translated."""
+    """Return the table of a game file: from memory, from the folder, or translated."""
     content = Path(path).read_bytes()
     key = hashlib.sha256(f"{FORMAT} {_versions()}\n".encode() + content).hexdigest()
     with _tables_lock:

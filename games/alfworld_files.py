@@ -1,9 +1,9 @@
-"""ALFWorld's game files on disk: which games a split has, and which words they contain.
+"""ALFWorld's game files on disk: the list of a split's games, and the words that they contain.
 
-`alfworld_games` lists the files that can be played, `alfworld_vocabulary` reads the words for the tiny model.
-Both leave out damaged files with one warning, and raise ValueError if no file is left. To list a split with
-thousands of games quickly, `alfworld_games` reads only the beginning and the end of each file. Damage further
-inside is found by `alfworld_vocabulary`, or when the game is played.
+`alfworld_games` lists the files of a split that can be played, `alfworld_splits` those of all splits.
+`alfworld_vocabulary` reads the words for the tiny model. Damaged files are left out with one warning. If no
+file is left, ValueError is raised. To list thousands of games quickly, a file in the usual layout
+is read only at its end. Damage further inside is found by `alfworld_vocabulary`, or when the game is played.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from collections import Counter
 from pathlib import Path
 
 UNSUPPORTED = ("movable", "Sliced")  # parts of a task's folder name; the text games do not support such tasks
-TAIL = 4096  # bytes at the end of a game file that contain its "solvable"
+OFFICIAL_COUNTS = {"train": 3553, "valid_seen": 140, "valid_unseen": 134}  # playable games of the download
+TAIL = 4096  # bytes at the end of a game file that contain its "solvable" and its walkthrough
+# The end of a game file in the usual layout: the last two entries of the outermost object. The list has no
+# brackets inside it, so the closing brace at the end belongs to the object that has "solvable".
+USUAL_END = re.compile(
+    rb'[,{]\s*"solvable"\s*:\s*(true|false)\s*,\s*"walkthrough"\s*:\s*\[[^][{}\\]*\]\s*\}\s*$'
+)
 
 # Words of the engine's sentences and of the prompts. The words of objects and tasks come from the game files.
 ALFWORLD_WORDS = (
@@ -28,11 +34,31 @@ ALFWORLD_WORDS = (
 
 
 @functools.lru_cache
+def alfworld_splits(data: str | None) -> dict[str, tuple[Path, ...]]:
+    """List the games of every split (`alfworld_games`).
+
+    Warns if a split has another number of games than the official download.
+    """
+    games = {split: alfworld_games(data, split) for split in OFFICIAL_COUNTS}
+    others = []
+    for split, official in OFFICIAL_COUNTS.items():
+        if len(games[split]) != official:
+            others.append(f"{len(games[split]):,} games in {split} (official: {official:,})")
+    if others:
+        warnings.warn(
+            f"ALFWorld has {', '.join(others)}; results do not compare with published ones; "
+            "`alfworld-download` fetches all games",
+            stacklevel=2,
+        )
+    return games
+
+
+@functools.lru_cache
 def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
     """List the split's game files that the official loader plays, sorted by path.
 
     data: the folder that contains json_2.1.1, or json_2.1.1 itself. None: $ALFWORLD_DATA, or the folder that
-    alfworld-download uses. Raises ValueError if the split has no game, or if all its files are damaged.
+    alfworld-download uses. Raises ValueError if the split has no game that can be played.
     """
     folder = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
     if folder.name != "json_2.1.1":
@@ -50,25 +76,36 @@ def alfworld_games(data: str | None, split: str) -> tuple[Path, ...]:
         )
     playable, damaged = [], []
     for path in games:
-        tail = _tail_if_whole(path)
-        if tail is None:
+        solvable = _is_solvable(path)
+        if solvable is None:
             damaged.append(path)
-        elif b'"solvable": false' not in tail:
+        elif solvable:
             playable.append(path)
     _warn_of_damage(damaged, len(games), "they are left out")
+    if not playable:
+        raise ValueError(
+            f"none of the {len(games)} ALFWorld games in {folder / split} is marked as solvable; "
+            "`alfworld-download -f` unpacks them again"
+        )
     return tuple(playable)
 
 
-def _tail_if_whole(path: Path) -> bytes | None:
-    """Return the last bytes of a game file; None if the file does not look like one whole JSON object."""
+def _is_solvable(path: Path) -> bool | None:
+    """Return True if the game's JSON has a true "solvable"; None if the file is damaged.
+
+    The official loader skips a game whose "solvable" is false or missing. A file in the usual layout is read
+    only at its end. Any other file is parsed.
+    """
     try:
         with open(path, "rb") as file:
             first = file.read(1)
             file.seek(max(0, path.stat().st_size - TAIL))
-            last = file.read().rstrip()
-    except OSError:
+            usual = USUAL_END.search(file.read())
+        if first == b"{" and usual:
+            return usual[1] == b"true"
+        return bool(json.loads(path.read_bytes()).get("solvable"))
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
-    return last if first == b"{" and last.endswith(b"}") else None
 
 
 @functools.lru_cache

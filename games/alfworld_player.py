@@ -22,11 +22,11 @@ STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
 
 
 class Notebook:
-    """Notes of what one episode has shown. Names are ALFWorld's: "mug 1", "cabinet 4"."""
+    """Notes on the facts that one episode has shown. Names are ALFWorld's: "mug 1", "cabinet 4"."""
 
     def __init__(self, task: str, admissible: list[str]):
         """Start the notes of an episode with its task and the commands that are admissible at its start."""
-        self.sought = set(task.split())  # among these words are the types of the things that the task names
+        self.sought = set(task.split())  # contains the types of the things that the task names
         self.places = [
             command.removeprefix("go to ") for command in admissible if command.startswith("go to ")
         ]
@@ -36,7 +36,7 @@ class Notebook:
         self.here = ""
 
     def read(self, text: str, admissible: list[str]) -> None:
-        """Note what the answer to a command says, and what the admissible commands show."""
+        """Note the facts in the answer to a command and in the admissible commands."""
         if arrived := re.match(r"You arrive at (\S+ \d+)\.", text):
             self.here = arrived[1]
         if listing := LISTING.search(text):
@@ -61,11 +61,11 @@ class Notebook:
                     self.contents[place].append(thing)
 
     def place_of(self, thing: str) -> str | None:
-        """The first noted place that contains the thing, or None."""
+        """Return the first noted place that contains the thing, or None."""
         return next((place for place, things in self.contents.items() if thing in things), None)
 
     def text(self) -> str:
-        """The notes for a prompt: places to search, places of things that the task names, the held thing.
+        """Write the notes for a prompt: places to search, places of things named by the task, the held thing.
 
         Example: "search desk 1 drawer 1; seen mug 2 in fridge 1; holding hot mug 1".
         """
@@ -84,21 +84,21 @@ class Notebook:
         return "; ".join(out)
 
     def _described(self, thing: str) -> str:
-        """The thing with its states, such as "clean hot mug 1"."""
+        """Return the thing with its states, such as "clean hot mug 1"."""
         return " ".join([*sorted(self.states.get(thing, ())), thing])
 
 
 class Walkthrough:
     """A player that follows the stored solution of a game, but searches like a player without it.
 
-    The plan keeps only the commands that change things. The player finds the ways between them itself, so it
-    can continue after a mistake led it elsewhere.
+    The plan keeps only the commands that change things. The player finds its own way from place to place, so
+    it can continue after a mistake that led it elsewhere.
     """
 
     def __init__(self, commands: list[str], places: list[str], rng: random.Random):
-        """Make the plan from the stored commands, and draw how many of the places to search first."""
+        """Make the plan from the stored commands, and draw the number of places to search first."""
         self.plan: list[str] = []
-        self.spots: list[str] = []  # the place of each command of the plan, as "use" names none
+        self.spots: list[str] = []  # the place of each command of the plan; a "use" does not name its place
         spot = ""
         for command in commands:
             if command.startswith("go to "):
@@ -115,7 +115,7 @@ class Walkthrough:
             self.done += 1
 
     def next(self, notes: Notebook, admissible: list[str]) -> str:
-        """The command for the present state."""
+        """Return the command for the present state."""
         if self.done == len(self.plan):  # the game is not won, so something was undone: start the plan again
             self.done = 0
         verb, thing, place = self._parts(self.plan[self.done])
@@ -146,7 +146,7 @@ class Walkthrough:
         return verb, thing, place
 
     def _object_held(self, verb: str) -> str:
-        """The thing that the player must hold for the next command of the plan, or ""."""
+        """Return the thing that the player must hold for the next command of the plan, or ""."""
         if verb != "use":
             return self._parts(self.plan[self.done])[1]
         takes = [command for command in self.plan[: self.done] if command.startswith("take ")]
@@ -156,7 +156,7 @@ class Walkthrough:
         """Replace a hidden thing in the plan by one of the same kind that was seen. Returns (thing, place).
 
         The thing is not replaced if the plan ends before it is moved or used. Then the target contains one of
-        its kind already, and only the thing of the plan is known to win.
+        its kind already, and no other thing than the plan's is sure to win.
         """
         if not self.plan[-1].startswith(("move ", "use ")):
             return thing, place
@@ -173,7 +173,7 @@ class Walkthrough:
         return thing, place
 
     def _detour(self, notes: Notebook, admissible: list[str]) -> str | None:
-        """The next command of the search in wrong places, or None after the last of them."""
+        """Return the next command of the search in wrong places, or None after the last of them."""
         while self.detours:
             place = self.detours[0]
             if place not in notes.contents:
@@ -185,7 +185,7 @@ class Walkthrough:
         return None
 
     def _put_down(self, notes: Notebook, admissible: list[str]) -> str:
-        """Put down a wrong thing: here, or at the next place where that is possible."""
+        """Return the command to put down a wrong thing, or to go to the next place where that is possible."""
         after = notes.places.index(notes.here) + 1 if notes.here in notes.places else 0
         ways = [f"go to {place}" for place in notes.places[after:] + notes.places[:after]]
         for start in [f"move {notes.held} to ", f"open {notes.here}", *ways]:
@@ -195,7 +195,7 @@ class Walkthrough:
         return "look"
 
     def _at(self, place: str, command: str, admissible: list[str]) -> str:
-        """The command at the place, or the step that must come before it: open the place, or go there."""
+        """Return the command, or the step that must come before it: open the place, or go to it."""
         for step in (command, f"open {place}", f"go to {place}"):
             if step in admissible:
                 return step

@@ -39,7 +39,7 @@ class Sentences:
     repeated for each answer to the query. A query is a list of predicates that must all hold.
 
     `mapping` maps placeholders, (name, type), to entities. `true` and `denied` are sets of atoms as bits: the
-    atoms that are true, and those that were denied. With None, a query of an atom raises ValueError.
+    true atoms and the denied atoms. With None, a query of an atom raises ValueError.
     """
 
     def __init__(self, data: dict):
@@ -61,7 +61,7 @@ class Sentences:
         return self._predicates[query]
 
     def _facts_of(self, name: str, signatures: list) -> tuple[list, dict]:
-        """The facts of a predicate with these argument types, and their index."""
+        """Return the facts of a predicate with these argument types, and their index."""
         key = name, tuple(map(tuple, signatures))
         if key not in self._facts:
             facts = []
@@ -95,7 +95,7 @@ class Sentences:
         return "".join(parts)
 
     def _rule(self, name: str, mapping: dict, true: int | None, denied: int | None) -> str:
-        """The first alternative whose query has an answer."""
+        """Return the first alternative whose query has an answer."""
         for query, symbols in self._rules.get(name, ()):
             if query is None or next(self._answers(query, mapping, true, denied), None) is not None:
                 return self.derive(symbols, mapping, true, denied)
@@ -156,7 +156,7 @@ class Sentences:
                 )
 
     def _candidates(self, predicate: _Predicate, mapping: dict) -> list[tuple]:
-        """The facts that agree with the placeholders that are bound already."""
+        """Return the facts that agree with the bound placeholders."""
         placeholders = predicate.placeholders
         bound = tuple(i for i, placeholder in enumerate(placeholders) if placeholder in mapping)
         if not bound:
@@ -300,7 +300,7 @@ def _add_twins(task: _Task) -> dict[int, int]:
 
 
 def _facts_of(task: _Task) -> dict[tuple, list]:
-    """The facts that sentences query: {(predicate, types): [(entities, variable)]}.
+    """Return the facts that sentences query: {(predicate, types): [(entities, variable)]}.
 
     The variable is -1 for a fact that never changes.
     """
@@ -310,7 +310,7 @@ def _facts_of(task: _Task) -> dict[tuple, list]:
             raise ValueError(
                 f"a sentence queries {atom[0]}, a derived fact: the engine does not support this"
             )
-        variable_of[atom] = variable  # a twin comes later than its variable, so the twin is what counts
+        variable_of[atom] = variable  # a twin comes later than its variable, so it replaces the variable
     facts: dict[tuple, list] = {}
     for atom in sorted(task.constant | set(variable_of)):
         predicate, arguments = atom
@@ -339,7 +339,7 @@ def _number_atoms(task: _Task, facts: dict[tuple, list]) -> dict[int, int]:
 
 
 def _sentence_tables(task: _Task, facts: dict[tuple, list], number_of: dict[int, int]) -> dict:
-    """The tables that `Sentences` reads. In them the facts of one predicate are one flat list of numbers."""
+    """Return the tables that `Sentences` reads. The facts of a predicate are one flat list of numbers."""
     flat_facts = []
     for (predicate, types), found in facts.items():
         flat = []
@@ -361,7 +361,7 @@ def _sentence_tables(task: _Task, facts: dict[tuple, list], number_of: dict[int,
 
 
 def _signatures(task: _Task, name: str, placeholders: list, facts: dict[tuple, list]) -> list[tuple]:
-    """The argument types for which the predicate has facts, in the order in which TextWorld visits them."""
+    """Return the argument types for which the predicate has facts, in the order of TextWorld's visits."""
     supertypes = [task.hierarchy.get(type_) for _, type_ in placeholders]
     signatures = []
     for subtypes in task.hierarchy.multi_subtypes(supertypes):
@@ -372,7 +372,7 @@ def _signatures(task: _Task, name: str, placeholders: list, facts: dict[tuple, l
 
 
 def _operator_rows(task: _Task, sentences: Sentences) -> list[_Operator]:
-    """The operators in the order of their commands, then in the planner's order: sorted by preconditions."""
+    """Sort the operators by their commands, then in the planner's order: by preconditions."""
     actions = _action_names(task)
     rows = []
     for (name, *arguments), condition, effects in task.operators:
@@ -390,7 +390,7 @@ def _action_names(task: _Task) -> list[str]:
 
 
 def _command_tables(task: _Task, operators: list[_Operator]) -> dict:
-    """The commands of the game, and the command, the action and the arguments of each operator."""
+    """Return the commands of the game, and the command, the action and the arguments of each operator."""
     commands = sorted({row.command for row in operators})
     place = {command: number for number, command in enumerate(commands)}
     feedback = task.grammar["feedback"]
@@ -404,9 +404,9 @@ def _command_tables(task: _Task, operators: list[_Operator]) -> dict:
 
 
 def _change_tables(operators: list[_Operator], twins: dict[int, int], number_of: dict[int, int]) -> dict:
-    """The conditions and the effects of the operators.
+    """Return the conditions and the effects of the operators.
 
-    "effects" holds what an operator always changes, "uncertain" its conditional effects: [operator,
+    "effects" holds an operator's unconditional effects, "uncertain" its conditional effects: [operator,
     condition, literal].
     """
     certain = []
@@ -431,7 +431,7 @@ def _change_tables(operators: list[_Operator], twins: dict[int, int], number_of:
 
 
 def _state_tables(task: _Task, number_of: dict[int, int]) -> dict:
-    """The goal, the axioms by layer, the atoms that are true at the start, and those that can be denied.
+    """Return the goal, the axioms by layer, the atoms true at the start, and the atoms that can be denied.
 
     "default" holds the derived atoms that are true unless an axiom makes them false.
     """

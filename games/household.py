@@ -91,7 +91,7 @@ def _shuffled(rng: random.Random, items) -> list[str]:
 
 
 def _suits(thing: str, receptacle: str) -> bool:
-    """Keep pens out of fridges at the start of a game. The rules allow them there."""
+    """Keep pens out of fridges at the start of a game. The rules allow the player to put them there."""
     return thing in KITCHENWARE or receptacle not in APPLIANCES
 
 
@@ -146,7 +146,7 @@ def _listing(names) -> str:
 
 
 class Room:
-    """A game in play: the state, the admissible commands, the answers, and what the player has seen."""
+    """A game in play: its state, admissible commands, answers, and the receptacles that were searched."""
 
     def __init__(self, game: Game, search_order: list[str]):
         """Start the game. search_order: the receptacles in the order in which `advice` searches them."""
@@ -178,12 +178,12 @@ class Room:
         return name.startswith(f"{self.game.thing} ")
 
     def _ready(self, name: str) -> bool:
-        """True if the object has the state that the task demands: clean, hot, cool, or any."""
+        """Return True if the object has the state that the task demands: clean, hot, cool, or any state."""
         state = STATE.get(self.game.task_type.lower())
         return state is None or state in self.states[name]
 
     def _admissible(self) -> tuple[str, ...]:
-        """The commands of this state, sorted as in ALFWorld. There are none after a win."""
+        """Return the commands of this state, sorted as in ALFWorld. There are none after a win."""
         if self.won:
             return ()
         here, held = self.here, self.held
@@ -270,10 +270,10 @@ class Room:
         return f"This is a {' and '.join(words)} {name}."
 
     def notes(self) -> str:
-        """The notes for a prompt: receptacles to search, places of objects for the task, the held object.
+        """Write the notes for a prompt: receptacles to search, places of objects for the task, held object.
 
         They contain only facts that observations have shown. The target needs no search, as the objects for
-        the task never start there. Example: "search safe 1; seen mug 1 in bed 1; holding clean cup 1".
+        the task never start in it. Example: "search safe 1; seen mug 1 in bed 1; holding clean cup 1".
         """
         out = []
         if left := [r for r in self.contents if r not in self.searched and r != self.game.target]:
@@ -291,11 +291,11 @@ class Room:
         return "; ".join(out)
 
     def _to_move(self, name: str, receptacle: str) -> bool:
-        """True if the task needs the object and it does not lie in the target yet as the task demands."""
+        """Return True if the task needs the object, and it is not yet in the target in the demanded state."""
         return self._sought(name) and not (receptacle == self.game.target and self._ready(name))
 
     def advice(self, known) -> str:
-        """The next command of an expert that knows the contents of the `known` receptacles.
+        """Return the next command of an expert that knows the contents of the `known` receptacles.
 
         The expert searches the other receptacles if it has to.
         """
@@ -326,7 +326,7 @@ class Room:
         return self._at(place, f"open {place}")
 
     def _at(self, place: str, command: str, opened: bool = True) -> str:
-        """The command at the place, or the step that must come before it: go there, or open the place."""
+        """Return the command, or the step that must come before it: go to the place, or open it."""
         if self.here != place:
             return f"go to {place}"
         return f"open {place}" if opened and place in self.closed else command

@@ -7,8 +7,8 @@ of this file is: products, goals, reward, pages, sessions. The search engine is 
 The shop has its own random generator. It draws the prices of products that are sold in a range, and the price
 limits of goals. `seed` gives the same goals as the official program after random.seed(seed).
 
-Left out: the special queries <r>, <a>, <c> and <q>, which are plain text here (two of them crash the official
-program); images; and reviews, as the official data has none.
+Left out: the special queries <r>, <a>, <c> and <q>, which this engine reads as plain text (two of them crash
+the official program); images; and reviews, as the official data has none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def stream_json(path: Path, chunk: int = 1 << 20) -> Iterator:
 
 
 def _prices(pricing: str | None) -> list[float]:
-    """The amounts in a text such as "$9.99 to $12.99", at most two. Without any, the price is 100.0."""
+    """Return the amounts in a text such as "$9.99 to $12.99", at most two. The default price is 100.0."""
     parts = [re.sub(r"[^\d.]", "", part) for part in (pricing or "").split("$")[1:]]
     return [float(part) for part in parts][:2] or [100.0]
 
@@ -245,7 +245,7 @@ def _price_limit(price: float, rng: random.Random) -> tuple[float, str]:
 
 
 def _combination(options: dict[str, tuple[str, ...]], index: int) -> dict[str, str]:
-    """The index-th choice of one value per option, with options sorted by name. The last changes fastest."""
+    """Return the index-th choice of one value per option, in order of names. The last varies fastest."""
     names = sorted(options)
     chosen = {}
     for name in reversed(names):
@@ -293,7 +293,7 @@ def _similar(a: str, b: str) -> bool:
 
 
 def _title_score(bought: Sequence[str], wanted: Sequence[str]) -> float:
-    """The share of the wanted title's nouns that the bought title contains.
+    """Return the share of the wanted title's nouns that the bought title contains.
 
     As in the official program, a noun that occurs twice in the wanted title lowers the share, even if both
     titles are the same.
@@ -613,7 +613,7 @@ class Session:
         return Turn(self.page, score.reward if score else 0.0, score is not None, score)
 
     def _results(self, query: str, number: int) -> Page:
-        """A page of results."""
+        """Return a page of results."""
         page = self.page
         hits = page.hits if query == page.query else self.shop.found(query)
         return replace(
@@ -621,7 +621,7 @@ class Session:
         )
 
     def _clicked(self, name: str) -> Page:
-        """The page after a click on the name, in the order of the official rules."""
+        """Return the page after a click on the name, in the order of the official rules."""
         page = self.page
         if name == "back to search":
             return Page(self.goal_index, page.instruction, show_attributes=page.show_attributes)
@@ -691,12 +691,12 @@ class WebShop:
         return f"WebShop({self.product_set}: {sizes})"
 
     def search(self, query: str, k: int = HITS) -> list[tuple[str, float]]:
-        """The k best products for a query: (ASIN, BM25 score), best first. ASINs order equal scores."""
+        """Find the k best products for a query: (ASIN, BM25 score), best first. ASINs order equal scores."""
         numbers, scores = self._index.search(query, k)
         return [(self._list[i].asin, score) for i, score in zip(numbers, scores, strict=True)]
 
     def found(self, query: str) -> tuple[Product, ...]:
-        """The products on the pages of results, best first."""
+        """Return the products on the pages of results, best first."""
         numbers, _ = self._index.search(query, HITS)
         return tuple(self._list[i] for i in numbers)
 
@@ -749,7 +749,7 @@ def _check_files(folder: Path, goals: str, product_set: str | None) -> str:
 
 
 def _normalizer(folder: Path) -> Path:
-    """The source file with the colors, if the data lies in the folder data of the official repository."""
+    """Return the path of the source file with the colors, in the official checkout around `folder`."""
     return folder.resolve().parent / "web_agent_site" / "engine" / "normalize.py"
 
 

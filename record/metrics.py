@@ -5,7 +5,11 @@ docs/METRICS.md defines every name. Shares and success are in 0-1.
 
 from __future__ import annotations
 
+import math
+
 from buffer import Group, StopReason, Trajectory
+
+UNKNOWN = "unknown"  # the task type of a game that crashed at its start
 
 
 def mean(values: list[float]) -> float:
@@ -14,9 +18,9 @@ def mean(values: list[float]) -> float:
 
 
 def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
-    """Describe the episodes of one update. Crashed episodes are counted and otherwise left out.
+    """Describe the episodes of one update. Crashed episodes are counted, but enter no mean.
 
-    `reward`, "outcome" or "dense", is the one that the agent is trained on.
+    reward: the training reward of the agent, "outcome" or "dense".
     """
     members = [member for group in groups for member in group.trajectories]
     episodes = [member for member in members if member.usable]
@@ -26,7 +30,7 @@ def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
     rewards = [group for group in rewards if group]
     turns = sum(len(episode.steps) for episode in episodes)
     truncated = sum(step.truncated for episode in episodes for step in episode.steps)
-    trainable = sum(len(group.usable(reward)) for group in groups)
+    trainable = sum(len(group.usable_episodes(reward)) for group in groups)
     metrics = {
         "success": mean([episode.success for episode in episodes]),
         "outcome": mean([episode.outcome for episode in episodes]),
@@ -34,6 +38,7 @@ def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
         "invalid_actions": sum(episode.invalid_actions for episode in episodes) / max(turns, 1),
         "truncated_replies": truncated / max(turns, 1),
         "repeated_states": sum(episode.repeated_states for episode in episodes),
+        "repeated_states_per_episode": mean([episode.repeated_states for episode in episodes]),
         "zero_spread_groups": mean([max(group) == min(group) for group in rewards]),
         "step_limit_episodes": sum(episode.stop_reason is StopReason.STEP_LIMIT for episode in episodes),
         "token_limit_episodes": sum(member.stop_reason is StopReason.TOKEN_LIMIT for member in members),
@@ -47,24 +52,61 @@ def episode_metrics(groups: list[Group], reward: str) -> dict[str, float]:
     return metrics
 
 
-def panel(trajectories: list[Trajectory], task_types: tuple[str, ...]) -> dict:
-    """Success in 0-1, of all games and per task type. A crashed game is not solved, and counted too."""
-    by_type = {}
-    for task_type in task_types:
-        games = [trajectory for trajectory in trajectories if trajectory.task_type == task_type]
-        by_type[task_type] = {"games": len(games), "success": mean([game.success for game in games])}
+def wilson_interval(successes: int, games: int) -> list[float]:
+    """Return the 95 % interval of a success rate: the lower and the upper end   (Wilson 1927)
+
+    [0, 1] without games.
+    """
+    if not games:
+        return [0.0, 1.0]
+    z, share = 1.959964, successes / games  # z: 97.5 % quantile of the normal distribution
+    middle = share + z**2 / (2 * games)
+    half = z * math.sqrt(share * (1 - share) / games + z**2 / (4 * games**2))
+    scale = 1 + z**2 / games
+    return [max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)]
+
+
+def success_of(games: list[Trajectory]) -> dict:
+    """Return the number of games, the number and share of solved ones, and the share's 95 % interval."""
+    successes = sum(game.success for game in games)
     return {
-        "games": len(trajectories),
-        "success": mean([game.success for game in trajectories]),
-        "outcome": mean([game.outcome for game in trajectories]),
-        "turns_per_episode": mean([len(game.steps) for game in trajectories]),
-        "crashed_episodes": sum(game.stop_reason is StopReason.CRASHED for game in trajectories),
-        "by_type": by_type,
+        "games": len(games),
+        "successes": successes,
+        "success": mean([game.success for game in games]),
+        "success_interval": wilson_interval(successes, len(games)),
     }
 
 
+def panel(trajectories: list[Trajectory], task_types: tuple[str, ...]) -> dict:
+    """Return a panel's results, of all games and by task type. A crashed game counts as not solved.
+
+    A game that crashed at its start counts under the type "unknown". So the types add up to all games.
+    """
+    games_of_type: dict[str, list[Trajectory]] = {task_type: [] for task_type in task_types}
+    for trajectory in trajectories:
+        task_type = trajectory.task_type if trajectory.task_type in task_types else UNKNOWN
+        games_of_type.setdefault(task_type, []).append(trajectory)
+    return {
+        **success_of(trajectories),
+        "outcome": mean([game.outcome for game in trajectories]),
+        "turns_per_episode": mean([len(game.steps) for game in trajectories]),
+        "crashed_episodes": sum(game.stop_reason is StopReason.CRASHED for game in trajectories),
+        "by_type": {task_type: success_of(games) for task_type, games in games_of_type.items()},
+    }
+
+
+def result_of_type(line: dict, task_type: str) -> dict:
+    """Return the result of a task type in a panel; no games if the panel lacks the type."""
+    return line["by_type"].get(task_type, {"games": 0, "success": 0.0})
+
+
+def types_of(lines: list[dict]) -> list[str]:
+    """List the task types of several panels, each once. "unknown" is in some panels only."""
+    return list(dict.fromkeys(task_type for line in lines for task_type in line["by_type"]))
+
+
 def start_and_end(lines: list[dict]) -> dict[str, tuple[dict, dict]]:
-    """For each split the first and the last line of its panel."""
+    """Return the first and the last line of each split's panel."""
     first, last = {}, {}
     for line in lines:
         if line["agent"] == "evaluation":
@@ -74,18 +116,16 @@ def start_and_end(lines: list[dict]) -> dict[str, tuple[dict, dict]]:
 
 
 def progress(start: dict, end: dict) -> dict:
-    """A split's part of summary.json."""
-    ends = {"start": start, "end": end}
-    return {
-        "games": end["games"],
-        **{
-            f"{key}_{when}": line[key]
-            for key in ("success", "outcome", "crashed_episodes")
-            for when, line in ends.items()
-        },
-        "by_type": {
-            kind: {"games": result["games"]}
-            | {when: line["by_type"][kind]["success"] for when, line in ends.items()}
-            for kind, result in start["by_type"].items()
-        },
-    }
+    """Return a split's part of summary.json."""
+    result = {"games": end["games"]}
+    for key in ("success", "outcome", "crashed_episodes"):
+        result |= {f"{key}_start": start[key], f"{key}_end": end[key]}
+    result["by_type"] = {}
+    for task_type in types_of([start, end]):
+        first, last = result_of_type(start, task_type), result_of_type(end, task_type)
+        result["by_type"][task_type] = {
+            "games": last["games"],
+            "start": first["success"],
+            "end": last["success"],
+        }
+    return result

@@ -20,7 +20,9 @@ from record.metrics import episode_metrics, panel, progress, start_and_end
 from rollout import World
 from scale import distributed
 
-# --- lines for people ---------------------------------------------------------------------------------------
+LARGE_CENTRE = 10.0  # a replayed token with a larger c = pi_old / pi_B is mentioned, once
+
+# --- printed lines ------------------------------------------------------------------------------------------
 
 
 def print_line(text: str) -> None:
@@ -30,13 +32,13 @@ def print_line(text: str) -> None:
 
 
 def warn_of_crashes(episodes: list[Trajectory], kind: str) -> None:
-    """Print how many of the episodes (of this kind, a plural) have crashed, if any."""
+    """Print the number of crashed episodes, if there are any. kind: a plural for the episodes."""
     if crashed := sum(episode.stop_reason is StopReason.CRASHED for episode in episodes):
         print_line(f"warning: in {crashed:,} of {len(episodes):,} {kind} the environment crashed")
 
 
 def progress_bar(total: int, label: str, **more) -> tqdm:
-    """Return a progress bar of rank 0, counted in updates. Without a terminal it prints now and then."""
+    """Return a progress bar of rank 0, counted in updates. Without a terminal it prints every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     more |= {"dynamic_ncols": True, "mininterval": seconds, "disable": distributed.rank() > 0}
     return tqdm(total=total, desc=label, unit="update", **more)
@@ -68,12 +70,13 @@ class Recorder:
         log: Log | None,
         started: float,
     ):
-        """`dense_reward` is None if the method needs none. `started` is the run's time 0 (perf_counter)."""
+        """dense_reward: None if the method needs none. started: time 0 of the run (perf_counter)."""
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
         self.bar: tqdm | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
         self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose transcripts are written
+        self.warned_of_centre = args.max_centre is not None  # such tokens are then left out
 
     def timed(self, phase: str, call: Callable):
         """Return call() and add its time to the next line's seconds_<phase>."""
@@ -102,7 +105,7 @@ class Recorder:
         return line
 
     def log_update(self, agent: str, groups: list[Group], metrics: dict, updates: int) -> None:
-        """Log an update of A or B, or what B played into the buffer. `updates` counts A's (rspo.train)."""
+        """Log an update of A or B, or the episodes for the buffer. `updates` counts updates of A."""
         if self.log is None:
             return
         loop = (updates - (agent == "policy")) // self.args.k + 1
@@ -123,6 +126,14 @@ class Recorder:
             )
         if agent == "policy" and self.args.off_policy_episodes and not line["replayed_episodes"]:
             print_line(f"update {updates}: the replay buffer is empty, so alpha is 0 for this update")
+        largest = line.get("centre_max", 0.0)
+        if largest > LARGE_CENTRE and not self.warned_of_centre:
+            self.warned_of_centre = True
+            print_line(
+                f"warning: update {updates}: a replayed token has c = pi_old / pi_B = {largest:.1f} and may "
+                f"outweigh all others; --max_centre {LARGE_CENTRE:g} leaves such tokens out. Later ones are "
+                "only logged, as centre_max"
+            )
         self.show(line)
 
     def show(self, line: dict) -> None:

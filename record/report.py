@@ -1,4 +1,4 @@
-"""A run as a reader sees it: the table of its panels, its episodes as text, and its curves.
+"""Reports of a run: the table of its panels, its episodes as text, and its curves.
 
 `python -m record.report RUN` prints the tables and the newest episodes of a run and draws its curves again.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from buffer import Trajectory
 from record.log import read_lines
-from record.metrics import start_and_end
+from record.metrics import result_of_type, start_and_end, types_of
 
 # --- the table of panels ------------------------------------------------------------------------------------
 
@@ -23,15 +23,22 @@ def panel_table(panels: dict[str, dict]) -> str:
     """Return success in percent as a table: a line per panel, a column per task type with games, and "all".
 
     A column "score" is added if a mean outcome differs from its success. Two panels get a line of changes.
-    Panels that are lines of the log also get columns of what it cost to get there.
+    Panels that are lines of the log also get columns of what it cost to get there. A number of games that
+    differs between the panels, because games crashed, is shown as "5/4".
     """
-    first = next(iter(panels.values()))
-    types = [task_type for task_type, result in first["by_type"].items() if result["games"]]
-    header, games = ["", *types, "all"], ["games"]
-    games += [str(first["by_type"][task_type]["games"]) for task_type in types] + [str(first["games"])]
+    results = list(panels.values())
+    first, types, games = results[0], [], ["games"]
+    for task_type in types_of(results):
+        counts = [result_of_type(panel, task_type)["games"] for panel in results]
+        if any(counts):
+            types.append(task_type)
+            games.append("/".join(str(count) for count in dict.fromkeys(counts)))
+    games.append(str(first["games"]))
+    header = ["", *types, "all"]
     shares = {}
     for name, panel in panels.items():
-        shares[name] = [panel["by_type"][task_type]["success"] for task_type in types] + [panel["success"]]
+        shares[name] = [result_of_type(panel, task_type)["success"] for task_type in types]
+        shares[name].append(panel["success"])
     if any(panel["outcome"] != panel["success"] for panel in panels.values()):
         header.append("score")
         games.append("")
@@ -48,6 +55,13 @@ def panel_table(panels: dict[str, dict]) -> str:
                 panel = panels.get(line[0], {})
                 line.append(f"{round(panel[key]):,}" if key in panel else "")
     return align(lines)
+
+
+def solved_text(panel: dict) -> str:
+    """Return how many games of a panel are solved, in words, with the 95 % interval."""
+    low, high = panel["success_interval"]
+    counts = f"{panel['successes']} of {panel['games']} games"
+    return f"solved: {counts}, {panel['success']:.1%} (95 % interval {low:.1%} to {high:.1%})"
 
 
 def align(lines: list[list[str]]) -> str:
@@ -88,7 +102,7 @@ def transcript(trajectory: Trajectory, decode: Callable[[list[int]], str], **abo
 
 
 def one_of_each(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Return the first solved and the first unsolved episode, as far as there are any."""
+    """Return the first solved and the first unsolved episode, if there are any."""
     first = {}
     for trajectory in trajectories:
         first.setdefault(trajectory.success, trajectory)
@@ -125,7 +139,7 @@ def title_of(config: dict) -> str:
 def points(lines: list[dict], x: str, y: str, **wanted: str) -> tuple[list, list]:
     """Return the values of x and y in the lines that have both and the wanted values (agent=..., split=...).
 
-    Over updates, agent B is drawn over its own.
+    If x is "update", agent B's values are drawn over the updates of B.
     """
     if x == "update" and wanted["agent"] == "explorer":
         x = "explorer_update"

@@ -1,1 +1,1 @@
-"""What a run needs beyond one process and one device: environment workers, vLLM, a memory plan."""
+"""Means to scale a run beyond one process and one device: ranks, environment workers, vLLM, a memory plan."""

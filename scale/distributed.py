@@ -2,15 +2,16 @@
 
 `torchrun --nproc_per_node=8 train.py ...` starts the ranks. Ranks split the work, not the data: each plays,
 scores and differentiates its share, and the results are gathered on every rank. So every rank holds the same
-episodes, advantages, replay buffer and weights, draws the same random numbers and takes the same decisions.
-A rank without work still takes part in every collective, so uneven shares cannot hang. Python objects travel
-over gloo, gradients on a GPU over the GPU's own backend.
+episodes, advantages, replay buffer and weights, draws the same random numbers and takes the same decisions. A
+rank without work still takes part in every collective, so uneven shares cannot hang. Python objects are
+exchanged over gloo, gradients on a GPU over the GPU's own backend.
 
-With one process nothing is started, and every function here returns its argument or does nothing.
+With one process nothing is started, and every function of this module returns its argument or does nothing.
 
-A rank that fails prints its error and ends. This breaks the connections of the others, which raises
-`RankLost` there; torchrun ends them too. Left out: sharded models, weights that differ between ranks, ranks
-that rejoin.
+A rank that fails prints its error and ends. This breaks its connections, so the other ranks raise `RankLost`;
+torchrun ends them too.
+
+Left out: sharded models, weights that differ between ranks, ranks that rejoin.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from torch import distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
-TO_ANSWER = datetime.timedelta(
-    days=2
-)  # others wait while rank 0 fits a model; a dead rank is noticed at once
+TO_ANSWER = datetime.timedelta(days=2)  # rank 0 may fit a model meanwhile; a dead rank is noticed at once
 TO_PRINT = datetime.timedelta(seconds=10)
 BUCKET = 2**26  # gradient elements per all-reduce: 256 MB in fp32
 
@@ -113,7 +112,7 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those on this machine."""
+    """Return this process's rank among the ranks on this machine."""
     return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
 
 
@@ -123,10 +122,10 @@ def local_world_size() -> int:
 
 
 def print_once(text: str) -> None:
-    """Print an error that other ranks may have met too.
+    """Print an error once, even if several ranks raise it.
 
-    The first rank to call this prints; the others wait for it, since torchrun ends all ranks as soon as one
-    has ended.
+    The first rank that calls this prints. The others wait until it has printed, because torchrun ends all
+    ranks as soon as one has ended.
     """
     _stop_once()
     try:
@@ -246,7 +245,7 @@ def sum_gradients(parameters: list[Tensor]) -> None:
         return
     for bucket in _buckets(parameters):
         flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in bucket]
-        present = bucket[0].new_tensor([p.grad is not None for p in bucket])  # summed: ranks with a gradient
+        present = bucket[0].new_tensor([p.grad is not None for p in bucket])  # its sum: ranks with a gradient
         summed = torch.cat([*flat, present])
         with _rank_lost_on_error():
             dist.all_reduce(summed, group=_group(summed.device.type))
@@ -256,7 +255,7 @@ def sum_gradients(parameters: list[Tensor]) -> None:
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield runs of parameters with at most BUCKET elements; a larger parameter is a run of its own."""
+    """Yield runs of parameters with at most BUCKET elements; a larger parameter is its own run."""
     bucket: list[Tensor] = []
     for p in parameters:
         if bucket and sum(other.numel() for other in bucket) + p.numel() > BUCKET:
@@ -280,6 +279,6 @@ def check_alike(parameters: list[Tensor]) -> None:
     sums = [float(p.detach().double().sum()) for p in parameters] if world_size() > 1 else []
     if any(other != sums for other in gather([sums])):
         raise RuntimeError(
-            f"the weights of rank {rank()} differ from those of other ranks: the ranks train different "
+            f"rank {rank()} has other weights than another rank: the ranks train different "
             "policies; use GPUs of one kind and equal package versions"
         )

@@ -6,7 +6,7 @@ bytes.
 
 Memory is estimated for each moment that can be a run's largest: `rollout` (one turn of --parallel_episodes),
 `update` (the backward pass of one micro-batch) and, if the run has them, `reward model fit` and `warm start`.
-The parts of an update are
+The parts of an update are:
     resident parts      weights, adapters or trained copies, AdamW's two moments, gradients
     activations         the tensors that autograd keeps for a micro-batch, counted as transformers, peft and
                         torch's fused attention keep them. With gradient checkpointing: the inputs of all
@@ -16,7 +16,7 @@ The parts of an update are
     slack               SLACK of all parts that come and go, because allocators cannot use every gap; and
                         CONTEXT for the GPU's libraries
 With --sampler vllm, the engine's share of the GPU replaces the rollout's own parts. It stays during updates.
-tests/scale/test_plan.py measures the peak of an update on a CPU: the estimate is within 15 % of it.
+tests/scale/test_plan.py measures the peak of an update on a CPU: the estimate is within 15 % of the peak.
 Not included: freed memory that glibc keeps. It can be as large as the activations unless
 MALLOC_MMAP_THRESHOLD_=65536 is set.
 
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def keys(self) -> int:
-        """Width of all keys of one token; the values have the same."""
+        """Width of all keys of one token; its values have the same width."""
         return self.kv_heads * (self.head_width or self.width // self.heads)
 
     @property
@@ -210,7 +210,7 @@ def forward_bytes(shape: Shape, p: Precision) -> int:
     """Return the temporary bytes of one token in a forward pass without a graph, at the up projection."""
     d, f = shape.width, shape.mlp
     wide = 3 * p.computed
-    if p.rank:  # silu(gate), the base's result, the adapter's result, and the same scaled
+    if p.rank:  # silu(gate), the base's result, the adapter's result before and after scaling
         wide = 2 * p.computed + 2 * (2 if p.autocast else 4)
     return wide * f + 16 * d
 
@@ -241,8 +241,8 @@ def backward_bytes(shape: Shape, p: Precision, tokens: int, checkpointing: bool)
 def log_prob_bytes(shape: Shape, p: Precision, actions: int) -> float:
     """Return the bytes of the log-probs of N action tokens and of their backward pass.
 
-    These are the hidden states and their gradient, blocks of logits, and the gradients of the output layer if
-    it is trained: that of one chunk beside the sum over the chunks before it.
+    These are the hidden states and their gradient, blocks of logits and, if the output layer is trained, two
+    of its gradients: the gradient of one chunk beside the sum over the chunks before it.
     """
     chunk = min(actions, chunk_of(shape.vocab))
     blocks = BLOCKS * 4 * chunk * shape.vocab
@@ -319,7 +319,7 @@ def rollout_bytes(args, shape: Shape) -> Parts:
     # Keys and values of the rows that are read together, repeated for every head
     together = min(rows, 1 + PREFILL_TOKENS // args.max_new_tokens)
     repeated = together * 2 * columns * p.computed * shape.queries
-    draw = 24 * shape.vocab  # fp32 logits, the same by temperature, log-probs; fp64 probabilities, their sums
+    draw = 24 * shape.vocab  # fp32 logits, logits / temperature, log-probs; fp64 probabilities, sums
     return agent_bytes(args, shape) | {
         # When half of the rows have stopped, the other half is copied, and so on: at most twice the cache
         "KV cache": 2 * rows * columns * kv_bytes(shape, p),
@@ -426,10 +426,10 @@ def total(parts: Parts) -> float:
     return sum(parts.values())
 
 
-# --- what is too large, and which flags change it -----------------------------------------------------------
+# --- refusal: the largest parts and their flags -------------------------------------------------------------
 
 MODEL = "--model, --dtype"
-BACKBONE = "--reward_model_backbone, --reward_model"  # the latter loads one that is fitted already
+BACKBONE = "--reward_model_backbone, --reward_model"  # the latter loads a fitted model
 MICRO_BATCH = "--tokens_per_micro_batch, --gradient_checkpointing"
 LEVERS = {  # the flags that decide a part's size
     "weights": MODEL,

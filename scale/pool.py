@@ -5,7 +5,7 @@ the answers, so the workers run side by side. Each reset divides its slots among
 and keeps slots with the same game together, so that an engine prepares a game in as few workers as possible.
 The caller draws all random numbers, so episodes do not depend on the number of workers.
 
-A worker is a new Python process with one connection to its parent. It does not use multiprocessing's "spawn",
+A worker is a new Python process with one connection to its parent. It uses neither multiprocessing's "spawn",
 which would import the caller's program again (and torch with it), nor "fork", which would copy a process that
 has threads. A worker ends when its parent does, however the parent ended.
 
@@ -40,7 +40,7 @@ from envs import Env, EnvironmentCrashed, View
 
 START_SECONDS = 900.0  # time limit for building a worker's first environment, which may read large files
 GRACE_SECONDS = 1.0  # time for a worker to end by itself after its connection is closed
-ALIVE_SECONDS = 0.1  # a busy worker sends a sign of life at most this often, after each of its slots
+ALIVE_SECONDS = 0.1  # shortest time between two signs of life of a busy worker
 ROOT = Path(__file__).resolve().parents[__name__.count(".")]  # the folder from which this module is imported
 WORKER = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; from {__name__} import main; main()"  # for python -c
 
@@ -82,7 +82,7 @@ class Slots:
             return None
 
     def release(self, slots: list[int]) -> None:
-        """Free these slots, whose next games another worker plays; their environments become spare."""
+        """Free these slots; their environments become spare. Another worker plays the slots' next games."""
         for slot in slots:
             if slot in self.envs:
                 self.spare.append(self.envs.pop(slot))
@@ -199,7 +199,7 @@ class Pool:
         self.timeout = timeout
         self.env = make_env()
         self._local = Slots(make_env, self.env)
-        self._reasons: set[str] = set()  # of crashes, with a warning already
+        self._reasons: set[str] = set()  # of crashes that a warning has shown
         self._workers: list[_Worker] = []
         self._worker_of: dict[int, int] = {}  # by slot
         self._released: dict[int, list[int]] = {}  # by worker: slots that left it since its last message
@@ -288,9 +288,9 @@ class Pool:
         return answers, crashes
 
     def _build_first(self, places: Iterable[int]) -> None:
-        """Have new workers build their first environments, side by side.
+        """Make new workers build their first environments, side by side.
 
-        Raises RuntimeError if a worker ends before that: another one would fail in the same way.
+        Raises RuntimeError if a worker ends first, because a replacement would fail in the same way.
         """
         try:
             for i in places:
@@ -329,7 +329,7 @@ def _end(workers: list[_Worker]) -> None:
 def _serve(parent: Connection) -> None:
     """Answer the parent's messages until the connection ends (EOFError).
 
-    Replies are ("alive", time), any number of them, then ("answer", value) or ("error", traceback).
+    A reply is any number of ("alive", time), then ("answer", value) or ("error", traceback).
     """
     path, pickled = parent.recv()
     sys.path[:] = path  # the worker can import all that the caller can

@@ -44,13 +44,13 @@ class Synced:
 class VLLMSampler:
     """Decodes LoRA policies with vLLM. The first call of `sample` starts the engine.
 
-    A changed policy's adapter is loaded again, with a new name, a new number and a new folder.
-    vLLM identifies adapters and cached prefixes by these, so with an old name it would use old weights. The
-    new adapter is loaded before the old one is removed, because a request for a missing adapter would block
-    the engine forever.
+    When a policy has changed, its adapter is loaded with a new name, a new number and a new folder. vLLM
+    identifies adapters and cached prefixes by these, so with an old name it would use old weights. The new
+    adapter is loaded before the old one is removed, because a request for a missing adapter would block the
+    engine forever.
 
-    vLLM draws a row's tokens from a seed, and each seed comes from the row's generator. So rows differ, and a
-    row depends on its neighbours only by rounding.
+    vLLM draws a row's tokens from a seed, and each seed comes from the row's generator. So equal prompts get
+    different replies, and the other rows change a reply only by rounding.
     """
 
     def __init__(self, max_length: int, memory: float):
@@ -99,7 +99,7 @@ class VLLMSampler:
 
         number = next(self._numbers)
         name = f"{policy.name}@{policy.version}-{number}"
-        # The engine reads the folder once, now, so the folder can be removed at once
+        # The engine reads the folder only in add_lora, so the folder can be removed afterwards
         with tempfile.TemporaryDirectory(prefix="rspo-adapter-") as folder:
             policy.save_adapter(Path(folder) / name)
             request = LoRARequest(name, number, str(Path(folder) / name))
@@ -113,7 +113,7 @@ class VLLMSampler:
 
 
 def sample_of(reply, stop_ids: list[int]) -> Sample:
-    """Convert vLLM's reply. Raises FloatingPointError for a NaN log-prob, RuntimeError if it was aborted."""
+    """Convert vLLM's reply. Raises FloatingPointError for a NaN log-prob, RuntimeError for a broken reply."""
     ids = list(reply.token_ids)
     logprobs = [entry[token].logprob for token, entry in zip(ids, reply.logprobs, strict=True)]
     if any(math.isnan(logprob) for logprob in logprobs):
@@ -126,7 +126,7 @@ def sample_of(reply, stop_ids: list[int]) -> Sample:
 def sampling_params(policy, rng: random.Random, temperature: float, max_tokens: int):
     """Return vLLM's SamplingParams for the whole distribution at this temperature.
 
-    Every setting is given, so that no default of the checkpoint applies.
+    Every setting is explicit, so that no default of the checkpoint applies.
     """
     from vllm import SamplingParams
 
@@ -143,7 +143,7 @@ def sampling_params(policy, rng: random.Random, temperature: float, max_tokens: 
         min_tokens=0,
         max_tokens=max_tokens,
         stop_token_ids=policy.chat.stop_ids,
-        logprobs=0,  # only that of the sampled token
+        logprobs=0,  # only the log-prob of the sampled token
         detokenize=False,
     )
 
@@ -155,7 +155,7 @@ def start_vllm(policy, max_length: int, memory: float):
     """
     base = policy.base
     if base.peft is None:
-        raise ValueError("vLLM only samples LoRA adapters: full weights would go stale in it")
+        raise ValueError("vLLM samples only LoRA adapters: its copy of full weights would be out of date")
     if base.changed:
         raise ValueError("vLLM loads the starting model from a folder: save it first")
     set_environment(policy.device.type)
@@ -165,7 +165,7 @@ def start_vllm(policy, max_length: int, memory: float):
 
     try:
         llm = LLM(**engine_settings(policy, max_length, memory))
-        # vLLM accepts some models that it cannot run, on a CPU those with heads of 16: sample one token
+        # vLLM accepts some models that it cannot run, such as heads of 16 on a CPU: sample one token
         once = SamplingParams(max_tokens=1, detokenize=False)
         llm.generate([{"prompt_token_ids": [0]}], once, lora_request=None, use_tqdm=False)
     except (ValueError, RuntimeError) as error:
@@ -183,7 +183,7 @@ def set_environment(device_type: str) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device_type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # leave the trainer's threads alone
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # keep the trainer's threads
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
@@ -197,20 +197,20 @@ def engine_settings(policy, max_length: int, memory: float) -> dict:
         "use_tqdm_on_load": False,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": max_length,
-        "generation_config": "vllm",  # ignore the checkpoint's
+        "generation_config": "vllm",  # ignore the checkpoint's generation_config
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
         "enable_prefix_caching": True,
         "enable_lora": True,
         "max_loras": 2,
-        "max_cpu_loras": 3,  # those of A and B, and a new one that replaces one of them
+        "max_cpu_loras": 3,  # A's, B's, and a new one before the old one is removed
         "max_lora_rank": min(size for size in MAX_LORA_RANKS if size >= rank),
     }
     if policy.device.type == "cpu":
         settings["enforce_eager"] = True
-        settings["block_size"] = 32  # vLLM shares whole blocks; its 128 tokens exceed most prompts here
+        settings["block_size"] = 32  # vLLM shares whole blocks; 128 tokens, its default, exceed most prompts
     else:
         settings["gpu_memory_utilization"] = memory
-    if distributed.world_size() > 1:  # each rank runs its own engine, on the connections that exist already
+    if distributed.world_size() > 1:  # each rank runs its own engine, over the existing connections
         settings["distributed_executor_backend"] = "external_launcher"
     return settings
 

@@ -1,4 +1,4 @@
-"""What several test files share: the device they run on, and ALFWorld's games, unpacked once a session."""
+"""Set-up of all tests: the device, no network, and ALFWorld's games, unpacked once per session."""
 
 import importlib.metadata
 import os
@@ -10,9 +10,9 @@ from device import DEVICE
 
 from games import alfworld_engine
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # before anything reads them
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # before a library reads them
 if DEVICE == "cpu":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runs that tests start shall find no GPU either
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # runs that tests start find no GPU either
 else:  # tests that compare bits need sums in one order
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     import torch
@@ -20,7 +20,7 @@ else:  # tests that compare bits need sums in one order
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 ALFWORLD = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
-FEW = {  # one of each type, the quickest to translate; and which of the three splits hold it
+FEW = {  # one of each type, quick to translate: the splits that hold it
     "pick_and_place_simple-CreditCard-None-ArmChair-202": ("train", "valid_seen", "valid_unseen"),
     "look_at_obj_in_light-Bowl-None-DeskLamp-316": ("train", "valid_seen"),
     "pick_clean_then_place_in_recep-SoapBar-None-GarbageCan-416": ("train",),
@@ -31,7 +31,7 @@ FEW = {  # one of each type, the quickest to translate; and which of the three s
 
 
 def unpack(folder: Path, splits_of: dict[str, tuple[str, ...]] | None = None) -> Path:
-    """Of games.tar.xz those games, or all, below folder/json_2.1.1; skips the test where that cannot be."""
+    """Unpack these games, or all, below folder/json_2.1.1. Skip the test if they cannot be played."""
     for package in alfworld_engine.PACKAGES:
         try:
             importlib.metadata.version(package)
@@ -59,7 +59,7 @@ def _few_games(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def few_games(_few_games, monkeypatch) -> str:
-    """The folder of a few games, for `AlfWorld`; what is translated is kept for the session, not longer."""
+    """The folder of a few games, for `AlfWorld`. Their translations are kept for the session."""
     folder, translated = _few_games
     monkeypatch.setenv("RSPO_CACHE", str(translated))
     return str(folder)
@@ -67,6 +67,6 @@ def few_games(_few_games, monkeypatch) -> str:
 
 @pytest.fixture
 def sixty_games(tmp_path, monkeypatch) -> str:
-    """The same of sixty games, ten of each type, in every split."""
+    """The folder of sixty games, ten of each type, in every split."""
     monkeypatch.setenv("RSPO_CACHE", str(tmp_path / "translated"))
     return str(unpack(tmp_path / "alfworld"))

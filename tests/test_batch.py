@@ -25,7 +25,7 @@ def episode(outcome=1.0, advantage=None, task="task", steps=None, stop=StopReaso
 
 
 def three_turns(append_only):
-    """Three turns of ten action tokens (100.., 200.., 300..) with ten tokens of observation between them."""
+    """Make three turns of ten action tokens (100.., 200.., 300..), ten tokens of observation between them."""
     steps, seen = [], [1, 2]
     for turn in (1, 2, 3):
         action = list(range(100 * turn, 100 * turn + 10))
@@ -59,7 +59,7 @@ def test_a_turn_starts_a_new_row_when_its_prompt_does_not_extend_the_last():
     assert second.input_ids == [1, 2, 30, 4, 40, 41] and second.spans == [(2, 2, 3), (3, 4, 6)]
 
 
-def test_rows_carry_what_their_steps_know():
+def test_rows_carry_the_advantages_and_log_probs_of_their_steps():
     steps = [
         step([1], [10, 11], advantage=0.5, behavior_logprobs=[-1.0, -2.0]),
         step([1, 10, 11, 2], [20], advantage=-0.5, behavior_logprobs=[-3.0]),
@@ -78,7 +78,7 @@ def test_a_column_that_a_step_lacks_is_none():
 
 
 def test_a_column_needs_one_number_per_action_token():
-    with pytest.raises(ValueError, match="step 1 has 1 behavior_logprobs for 2 action tokens"):
+    with pytest.raises(ValueError, match="step 1 of task .* has 1 behavior_logprobs for 2 action tokens"):
         rows_of(episode(steps=[step(behavior_logprobs=[-1.0]), step((9,), (3, 4), behavior_logprobs=[-1.0])]))
 
 
@@ -119,7 +119,7 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
     rows = [Row(episode(), [i] * length, [(0, 0, length)]) for i, length in enumerate(lengths)]
     batches = list(micro_batches(rows, 24, 99, DEVICE))
     assert sorted(row.input_ids[0] for batch in batches for row in batch.rows) == list(range(10))
-    # 40 is over the budget and goes alone; then 20 | 12, 7 | 7, 6, 5 | 3, 2, 1
+    # 40 exceeds the budget and is a batch of its own; then 20 | 12, 7 | 7, 6, 5 | 3, 2, 1
     assert [list(batch.input_ids.shape) for batch in batches] == [[1, 40], [1, 20], [2, 12], [3, 7], [3, 3]]
     assert sum(int(batch.action_mask.sum()) for batch in batches) == sum(lengths)
     assert list(micro_batches([], 24, pad_id=99)) == []

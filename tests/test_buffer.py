@@ -43,8 +43,8 @@ def test_a_group_returns_the_usable_episodes_with_a_finite_reward():
     infinite = episode(steps=[step(dense_score=math.inf)])
     crashed = episode(steps=[step(dense_score=0.5)], stop=StopReason.CRASHED)
     members = Group("task", [scored, infinite, crashed])
-    assert members.usable("dense") == [scored]
-    assert members.usable("outcome") == [scored, infinite]
+    assert members.usable_episodes("dense") == [scored]
+    assert members.usable_episodes("outcome") == [scored, infinite]
 
 
 def test_both_rewards_of_an_episode_can_be_read():
@@ -208,7 +208,7 @@ def test_a_sample_holds_distinct_episodes_and_fewer_if_there_are_fewer():
         assert distinct(buffer.sample(99)) == 5 and len(buffer) == 5
 
 
-def test_whole_groups_of_distinct_episodes():
+def test_a_sample_of_whole_groups_holds_distinct_episodes():
     buffer = ReplayBuffer(unit="group")
     buffer.add([group(1, *[0] * 7, task=str(i)) for i in range(4)])
     draw = buffer.sample(16)
@@ -226,7 +226,7 @@ def test_groups_without_spread_are_never_drawn_whole():
         assert tasks(buffer.sample(6)) == ["mixed"] * 2 and len(buffer) == 6
 
 
-def test_as_many_whole_groups_as_fit_by_mean_outcome():
+def test_whole_groups_are_drawn_by_mean_outcome_while_they_fit():
     buffer = ReplayBuffer(unit="group")
     buffer.add([group(0, 1, 0, 0, task="c"), group(1, 1, 0, task="a"), group(1, 0, task="b")])
     assert tasks(buffer.sample(5)) == [*"aaabb"]
@@ -235,7 +235,7 @@ def test_as_many_whole_groups_as_fit_by_mean_outcome():
     assert buffer.sample(1) == []
 
 
-def test_groups_by_variance():
+def test_whole_groups_are_drawn_by_variance():
     buffer = ReplayBuffer("variance", unit="group")
     buffer.add([group(1, 1, 1, 0, task="easy"), group(1, 0, 1, 0, task="mixed")])
     assert tasks(buffer.sample(4)) == ["mixed"] * 4

@@ -34,13 +34,13 @@ def product(asin: str, name: str, **others) -> dict:
     return {"asin": asin, "name": name, "customization_options": "", **common, **others}
 
 
-def write_toy(folder: Path, cuts=CUTS) -> str:
+def write_toy(folder: Path, cuts=CUTS, sizes=SIZES) -> str:
     """Write a shop: an apron of 40 cuts in 50 sizes (2,000 goals) and a kettle sold at $20 to $80 (one goal).
 
     The folder has no files of human goals.
     """
     options = {
-        name: [{"value": value} for value in values] for name, values in (("cut", cuts), ("size", SIZES))
+        name: [{"value": value} for value in values] for name, values in (("cut", cuts), ("size", sizes))
     }
     products = [
         product("B000000001", "Red Apron", customization_options=options),
@@ -88,9 +88,42 @@ def test_the_sizes_of_the_official_thousand_products():
     assert [env.size(split) for split in ("test", "validation", "train")] == [500, 1000, 5410]
     categories = {product.category for product in env.shop.products.values()}
     assert categories == set(env.task_types)
+    texts = [goal.instruction_text for goal in env.shop.goals]
+    assert sorted(env.substitutes) == [2407, 4208, 4408, 6766]  # with the words of goals 1083, 1372, 71, 98
+    assert [texts.index(texts[goal]) for goal in env.substitutes] == [1083, 1372, 71, 98]
     with pytest.raises(ValueError, match=r"has 13 human goals; training begins at 1500"):
         WebShop(str(SHOP), goals="human")
     assert env.fingerprint == WebShop(str(SHOP), products="small").fingerprint
+
+
+@needs_packages
+def test_training_never_plays_a_goal_with_the_words_of_a_held_out_goal(tmp_path):
+    # the second "cut a1" makes 50 goals with the words of others: 41 cuts x 50 sizes and the kettle
+    data = write_toy(tmp_path, cuts=[*CUTS, "cut a1"])
+    with pytest.warns(UserWarning) as caught:
+        env = WebShop(data)
+        WebShop(data)
+    goals = env.shop.goals
+    held_out = {env.reset(split, i).task for split in env.eval_splits for i in range(env.size(split))}
+    assert held_out == {goal.instruction_text for goal in goals[:1500]}  # panels are as before
+    own = [goal.instruction_text for goal in goals[1500:]]
+    repeated = [i for i, text in enumerate(own) if text in held_out]
+    assert env.size("train") == 551 and 20 < len(repeated) < 50
+    played = [env.reset("train", i).task for i in range(551)]
+    assert not held_out & set(played)
+    assert [i for i in range(551) if played[i] != own[i]] == repeated  # all others keep their index
+    assert all(played[i] == next(text for text in own[i:] + own if text not in held_out) for i in repeated)
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        f"{len(repeated)} of 551 WebShop training goals equal a held-out goal word for word; "
+    )
+    envs.load_shop.cache_clear()
+
+
+@needs_packages
+def test_a_shop_whose_training_goals_are_all_held_out_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="^every WebShop training goal equals a held-out goal"):
+        WebShop(write_toy(tmp_path, cuts=["cut"] * 31, sizes=["size"] * 50))
 
 
 GOALS = (

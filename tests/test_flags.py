@@ -324,6 +324,7 @@ def test_open_defaults_depend_on_the_model():
     assert flags.resolve(tiny, env) == tiny
     assert flags.resolve(Args(learning_rate=1.0, lora_rank=8), env).learning_rate == 1.0
     assert [name for name, value in vars(lora).items() if value is None] == [
+        "max_centre",
         *("alfworld_data", "webshop_data", "webshop_products", "warm_start_games", "reward_model"),
         *("reward_model_backbone", "out", "preset", "config", "resume_from", "gpu_memory_gb"),
         "wandb_project",

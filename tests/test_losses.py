@@ -28,7 +28,7 @@ def close(actual, expected, tolerance=1e-5):
 
 
 def row(*numbers):
-    """One row of a batch, (1, T)."""
+    """Make one row of a batch, (1, T)."""
     return tensor([numbers], dtype=torch.float32)
 
 
@@ -37,7 +37,7 @@ def everywhere(x):
 
 
 def with_gradient(loss, logprobs, *arguments):
-    """The loss for each token, and the gradient of its sum with respect to the first argument."""
+    """Return the loss of each token, and the gradient of its sum with respect to the first argument."""
     logprobs = logprobs.clone().requires_grad_()
     value = loss(logprobs, *arguments)
     (gradient,) = torch.autograd.grad(value.sum(), logprobs)
@@ -45,12 +45,12 @@ def with_gradient(loss, logprobs, *arguments):
 
 
 def surrogate(*arguments):
-    """The loss of `clipped_surrogate`, per token."""
+    """Return the loss of `clipped_surrogate`, per token."""
     return clipped_surrogate(*arguments)[0]
 
 
 def clipped(*arguments):
-    """The mask of clipped tokens of `clipped_surrogate`."""
+    """Return the mask of clipped tokens of `clipped_surrogate`."""
     return clipped_surrogate(*arguments)[1]
 
 
@@ -76,7 +76,7 @@ def test_two_successes_among_eight_episodes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_shuffled_rows_give_the_same_bits_shuffled(dtype, normalize_std):
-    # On the CPU, where advantages are computed: a GPU adds up in whatever order its threads arrive
+    # On the CPU, where advantages are computed. A GPU adds in the order in which its threads arrive
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(40, generator=generator, dtype=dtype)
     ids = torch.randint(0, 5, (40,), generator=generator)
@@ -116,7 +116,7 @@ def test_a_group_of_one_gets_zero():
 
 def test_a_reward_that_is_not_finite_leaves_its_group():
     rewards = tensor([1.0, NAN, 0.0, INF, 0.0, -INF, NAN])
-    # [1, 0, 0] stay: mean 1/3, std sqrt((4/9 + 1/9 + 1/9) / 2) = 0.577350; group 1 holds the last NaN alone
+    # [1, 0, 0] stay: mean 1/3, std sqrt((4/9 + 1/9 + 1/9) / 2) = 0.577350; group 1 holds only the last NaN
     advantages = group_advantages(rewards, tensor([0, 0, 0, 0, 0, 0, 1]))
     assert close(advantages, [1.154701, 0, -0.577350, 0, -0.577350, 0, 0])
     assert advantages[[1, 3, 5, 6]].tolist() == [0, 0, 0, 0]
@@ -172,7 +172,7 @@ def test_gae_by_hand():
     assert close(returns, [0.485453, 0.624240, 0.792, 1.0])
 
 
-def test_undiscounted_gae_is_what_is_still_to_come_minus_the_value():
+def test_undiscounted_gae_is_the_future_reward_minus_the_value():
     advantages, returns = gae(tensor([1.0, 0, 3]), tensor([0.5, 0.25, 8]), 1.0, 1.0)
     assert close(advantages, [4 - 0.5, 3 - 0.25, 3 - 8.0])
     assert close(returns, [4.0, 3, 3])
@@ -184,7 +184,7 @@ def test_the_value_after_the_last_token_is_0():
     assert close(gae(rewards, values, 0.9, 0.8)[0], [-0.392, -0.6])
 
 
-def test_gae_keeps_a_nan_in_sight():
+def test_gae_keeps_a_nan_visible():
     advantages, _ = gae(tensor([0.0, NAN, 1.0]), tensor([0.0, 0, 0]), 1.0, 1.0)
     assert advantages.isnan().tolist() == [True, True, False]
 
@@ -250,7 +250,7 @@ def test_the_clip_moves_with_its_centre():
     assert close(value, [[3.6, 3.8, 4.2, 4.6]]) and close(slope, [[0, 3.8, 4.2, 4.6]])
 
 
-def test_a_replayed_token_that_a_fixed_clip_would_kill_keeps_its_gradient():
+def test_a_replayed_token_that_a_clip_centred_at_1_would_drop_keeps_its_gradient():
     # c = e^0.3 = 1.349859: cut at 1.549859, not 1.2. r = e^0.31 = 1.363425 is below, e^0.5 = 1.648721 above
     arguments = row(-0.7, -0.7), row(-1, -1), row(1, 1), everywhere(row(1, 1)), 0.2
     value, slope = with_gradient(surrogate, row(-0.69, -0.5), *arguments)
@@ -259,7 +259,7 @@ def test_a_replayed_token_that_a_fixed_clip_would_kill_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_before_the_first_step_nothing_is_clipped_whatever_the_behaviour_policy_was(advantage):
+def test_before_the_first_step_nothing_is_clipped_for_any_behaviour_policy(advantage):
     # c from e^-50 to e^10, some of them beyond the cut at e^-20
     old = torch.linspace(-60, 0, 601, device=DEVICE).unsqueeze(0)
     arguments = old, torch.full_like(old, -10.0), torch.full_like(old, advantage), everywhere(old), 0.2
@@ -282,7 +282,7 @@ def test_the_trust_region_in_terms_of_the_old_policy(c, low, high):
     assert clipped(old + row(*below).log(), *arguments).tolist() == [[False, low > 0]]
 
 
-def test_clipped_names_exactly_the_tokens_without_gradient():
+def test_the_clipped_mask_marks_exactly_the_tokens_without_gradient():
     generator = torch.Generator().manual_seed(2)
     logprobs, old, behavior, advantages = (
         torch.randn(4, 4, 200, generator=generator).to(DEVICE) * 0.4
@@ -295,7 +295,7 @@ def test_clipped_names_exactly_the_tokens_without_gradient():
     assert 100 < hit.sum() < 400
 
 
-def test_clipped_looks_at_the_sign_of_the_advantage_and_at_the_mask():
+def test_the_clipped_mask_depends_on_the_sign_of_the_advantage_and_on_the_mask():
     ratios, old = row(0.5, 1.0, 1.5, 1.5), row(0, 0, 0, 0)
     mask = tensor([[True, True, True, False]])
     for advantage, expected in [(1.0, [0, 0, 1, 0]), (-1.0, [1, 0, 0, 0]), (0.0, [0, 0, 0, 0])]:
@@ -373,7 +373,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("garbage", [1e4, -1e4, INF, -INF, NAN])
-def test_what_stands_under_the_mask_changes_nothing(name, garbage):
+def test_masked_values_change_nothing(name, garbage):
     generator = torch.Generator().manual_seed(3)
     clean = torch.randn(4, 2, 3, generator=generator).to(DEVICE).unbind(0)
     dirty = [torch.where(MASK, x, garbage) for x in clean]
@@ -388,7 +388,7 @@ def test_what_stands_under_the_mask_changes_nothing(name, garbage):
         assert torch.equal(whiten(clean[0], MASK), whiten(dirty[0], MASK))
 
 
-def test_a_masked_log_ratio_of_300_does_no_harm():
+def test_a_masked_log_ratio_of_300_changes_nothing():
     mask, old = tensor([[True, False]]), row(0, 0)
     value, slope = with_gradient(surrogate, row(0, 300), old, old, row(1, 1), mask, 0.2)
     assert masked_mean(value, mask, 1) == -1
@@ -406,12 +406,12 @@ def test_extreme_log_ratios_leave_losses_and_gradients_finite(advantage, old, be
         assert result.isfinite().all()
 
 
-def test_a_log_ratio_is_cut_at_20():
+def test_a_log_ratio_is_clamped_at_20():
     arguments = row(-200), row(-200), row(-1), everywhere(row(0)), 0.2
     assert close(surrogate(row(0), *arguments), [[485165195.41]], 1e-6)  # e^20
 
 
-def test_the_cut_leaves_ordinary_ratios_bit_identical(monkeypatch):
+def test_clamping_leaves_ordinary_ratios_bit_identical(monkeypatch):
     generator = torch.Generator().manual_seed(4)
     draws = torch.rand(3, 8, 100, generator=generator).to(DEVICE)
     logprobs, old, behavior = (draws * 5).unbind(0)  # |difference| < 5
@@ -430,7 +430,7 @@ def test_the_cut_leaves_ordinary_ratios_bit_identical(monkeypatch):
 
 
 @pytest.mark.parametrize("argument", range(4))
-def test_a_nan_on_an_action_token_stays_in_sight(argument):
+def test_a_nan_on_an_action_token_stays_visible(argument):
     inputs = [row(-1, -1), row(-1, -1), row(-2, -2), row(1, 1)]
     inputs[argument][0, 0] = NAN
     mask = everywhere(inputs[0])
@@ -498,7 +498,7 @@ def test_a_mean_over_no_tokens_is_zero():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_gradient_does_not_know_how_rows_were_split(size):
+def test_the_gradient_does_not_depend_on_the_split_of_rows(size):
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(8, 6, 3, generator=generator, dtype=torch.float64).to(DEVICE)
     columns = torch.randn(4, 8, 6, generator=generator, dtype=torch.float64).to(DEVICE)
@@ -519,3 +519,15 @@ def test_the_gradient_does_not_know_how_rows_were_split(size):
 
     assert close(gradient(size), gradient(8), 1e-12)
     assert gradient(8).abs().min() > 1e-3
+
+
+def test_a_token_is_within_the_centre_if_neither_c_nor_its_inverse_is_above_the_bound():
+    c = torch.tensor([[1.0, 2.9, 3.1, 0.34, 0.33, 3.1, 1.0]], dtype=torch.double)
+    mask = torch.tensor([[True, True, True, True, True, False, False]])
+    behavior = torch.full_like(c, -1.0)
+    old = behavior + c.log()
+    within = losses.within_centre(old, behavior, mask, 3.0)  # 1 / 3 = .333
+    assert within.tolist() == [[True, True, False, True, False, False, False]]
+    old[0, 2] = math.nan  # stays in, so that the loss shows it
+    assert losses.within_centre(old, behavior, mask, 3.0)[0, 2]
+    assert losses.within_centre(old, behavior, mask, 3.0)[~mask].sum() == 0

@@ -1,7 +1,7 @@
 """Updates of a real model on real episodes: ratios, centres and gradients, in both contexts, LoRA and full.
 
-So small a model never solves a game, so the rewards are dealt by hand; all else is what a run does: World and
-KVSampler play the household, `rspo` scores, replays and updates.
+A model this small never solves a game, so `Dealt` sets outcomes and dense scores. All else is a real run:
+World and KVSampler play Household; `rspo` scores, replays and updates.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from policy import Policy
 from rollout import World
 from sampler import KVSampler
 
-torch.set_num_threads(1)  # models as small as these lose time to a second one
+torch.set_num_threads(1)  # models this small are slower with more threads
 
 CONFIG = Config(
     total_updates=2,
@@ -43,7 +43,7 @@ KINDS = [("window", 0), ("full", 8)]  # full weights and LoRA, both contexts
 
 
 class Dealt:
-    """A world that deals out outcomes, and a dense reward that does: the same for the same episodes."""
+    """A world that sets outcomes, and a dense reward that depends only on the actions."""
 
     def __init__(self, world):
         self.world = world
@@ -61,7 +61,7 @@ class Dealt:
 
 
 def make(context, rank, group_size=4):
-    """A far from uniform policy with a critic, and its world. Full context: so short that it is cut."""
+    """Make a policy with a critic, far from uniform, and a world. Prompts of the full context are cut."""
     env = make_env("household")
     base = tiny_base(env.vocabulary, env.silent_words, d_model=16, layers=1, heads=2, intermediate=32)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def make(context, rank, group_size=4):
 
 @functools.cache
 def played(context, rank):
-    """A once updated A with fresh episodes, and what a more often updated B left in the buffer for it."""
+    """Return A after one update, fresh episodes of A, and replayed episodes of B after three more."""
     policy, world = make(context, rank)
     rspo.update(policy, world.collect(policy, 2), [], "outcome", CONFIG, random.Random(0))
     explorer = policy.fork("explorer")
@@ -93,7 +93,7 @@ def played(context, rank):
 
 
 def first_step(context, rank, monkeypatch, **options):
-    """The update's gradients and metrics, and what its surrogate was given, with no step taken."""
+    """Return the gradients, the metrics and the arguments of the surrogate of an update without its step."""
     policy, on, off = played(context, rank)
     seen, gradients = [], []
 
@@ -116,7 +116,7 @@ def first_step(context, rank, monkeypatch, **options):
 
 
 @pytest.mark.parametrize(("context", "rank"), KINDS)
-def test_with_unchanged_weights_every_ratio_is_one_and_every_replayed_one_its_centre(
+def test_with_unchanged_weights_fresh_ratios_are_1_and_replayed_ratios_equal_their_centres(
     context, rank, monkeypatch
 ):
     _, metrics, seen = first_step(context, rank, monkeypatch, tokens_per_micro_batch=300)
@@ -134,9 +134,9 @@ def test_with_unchanged_weights_every_ratio_is_one_and_every_replayed_one_its_ce
 
 
 @pytest.mark.parametrize(("context", "rank"), KINDS)
-def test_the_sampler_and_the_trainer_agree_on_every_token_that_was_played(context, rank):
+def test_the_sampler_and_the_trainer_agree_on_every_sampled_token(context, rank):
     policy, on, off = played(context, rank)
-    for episode in off:  # B's, after its last update
+    for episode in off:  # B played them after its last update
         for step in episode.steps:
             assert step.behavior_logprobs == pytest.approx(step.sampler_logprobs, abs=1e-4)
     episodes = [member for group in on for member in group.trajectories]
@@ -177,7 +177,7 @@ def test_the_micro_batch_size_never_changes_the_gradient(context, rank, algo, mo
 
 
 @pytest.mark.parametrize(("context", "rank"), KINDS)
-def test_phase_one_moves_b_alone_whose_critic_goes_on_from_loop_to_loop(context, rank):
+def test_phase_one_changes_only_b_and_b_keeps_its_critic_from_loop_to_loop(context, rank):
     policy, world = make(context, rank, group_size=1)
     config = dataclasses.replace(CONFIG, algo="ppo")
     seen = []
@@ -200,7 +200,7 @@ def test_phase_one_moves_b_alone_whose_critic_goes_on_from_loop_to_loop(context,
         assert not same("policy", i, j) and not same("critic", i, j)
         assert same("explorer", i, j) and same("explorer_critic", i, j)
     assert not same("explorer", 2, 3) and not same("explorer_critic", 2, 3)
-    # B's critic took its second step in loop 2; B itself had A's one step and then its own
+    # B's critic took its second step in loop 2. B starts with A's one step and takes its own
     steps = [
         {int(v) for k, v in states[3][name].items() if k.startswith("step/")}
         for name in ("explorer_critic", "explorer")

@@ -37,7 +37,7 @@ def step(action_ids=(5, 1), prompt_ids=(2, 6, 7, 3), observation="door 0", valid
 
 
 def column(row, values):
-    """A column of the row from one list of numbers per step."""
+    """Make a column of the row from one list of numbers per step."""
     filled = torch.zeros(len(row.input_ids))
     for index, start, end in row.spans:
         filled[start:end] = torch.tensor(values[index])
@@ -105,10 +105,8 @@ def test_b_starts_each_loop_as_a_with_its_optimizer_and_is_discarded():
 
 
 def test_dense_rewards_never_reach_the_update_of_a():
-    class Poison(CountingScorer):
-        """Scores B's episodes as ever, and has poisoned every other episode that the world hands out."""
-
     def poisoned(world, poison):
+        """Give every episode this dense score. Only scoring, as for B's updates, replaces it."""
         collect = world.collect
 
         def spy(agent, tasks):
@@ -123,7 +121,7 @@ def test_dense_rewards_never_reach_the_update_of_a():
         return world
 
     clean, _, lines = run()
-    poisoned_policy, _, poisoned_lines = run(world=poisoned(toy_world(4), float("nan")), scorer=Poison())
+    poisoned_policy, _, poisoned_lines = run(world=poisoned(toy_world(4), float("nan")))
     assert torch.equal(clean.logits, poisoned_policy.logits)
     for (agent, metrics, _), (_, others, _) in zip(lines, poisoned_lines, strict=True):
         if agent == "policy":
@@ -176,7 +174,7 @@ def test_gigpo_adds_the_step_advantage_of_equal_observations_inside_the_group():
     lost = episode(0.0, [step(observation="a"), step(observation="c")])  # 0 at a
     other = Group("u", [episode(0.0, [step(observation="a")]), episode(0.0, [step(observation="a")])])
     rspo.set_advantages([Group("t", [won, lost]), other], "outcome", Config(algo="gigpo", gigpo_std=False))
-    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b, c alone -> 0; the other group's a is its own
+    # episodes 10, 0 -> 5, -5; at a: 9.5, 0 -> 4.75, -4.75; b and c occur once -> 0; `other` has its own a
     assert [one.advantage for one in won.steps] == pytest.approx([9.75, 5.0])
     assert [one.advantage for one in lost.steps] == pytest.approx([-9.75, -5.0])
     assert [member.steps[0].advantage for member in other.trajectories] == [0.0, 0.0]
@@ -309,7 +307,7 @@ def collected(config, policy, world=None):
 
 
 def replayed(config, policy, n=4):
-    """Successes of an agent that walks right more often than `policy`, as the buffer hands them out."""
+    """Draw successes from a buffer, played by an agent that walks right more often than `policy`."""
     bold = policy.fork("explorer")
     bold.logits.data[3, 5] += 1.0
     buffer = ReplayBuffer(config.replay_strategy, seed=0)
@@ -365,7 +363,7 @@ def test_the_sampler_gap_covers_fresh_action_tokens_only(tokens_per_micro_batch)
     assert metrics["sampler_gap_mean"] == pytest.approx(0.75 / sum(counts), abs=1e-6)
 
 
-def test_j_total_is_two_means_each_over_its_own_tokens():
+def test_j_total_has_two_means_each_over_its_own_tokens():
     # By hand: nothing is clipped at the first minibatch, so a token's loss is -ratio A / its source's count.
     policy = ToyPolicy()
     config = dataclasses.replace(ONE_STEP, kl_coef=0.0, entropy_coef=0.0, off_policy_fraction=0.25)
@@ -397,11 +395,98 @@ def test_j_total_is_two_means_each_over_its_own_tokens():
     assert len(off) == 4 and (grads[0] - table.grad).abs().max() < 1e-6
 
 
-def test_at_the_first_minibatch_nothing_is_clipped_though_the_replayed_centre_is_away_from_one():
+def test_the_first_minibatch_clips_nothing_though_the_replayed_centre_is_not_1():
     _, metrics = gradient(ONE_STEP)
     assert metrics["replayed_episodes"] == 4 and metrics["alpha"] == 0.25
     assert metrics["centre_log_mean_abs"] > 0.1
     assert metrics["clip_fraction_on"] == metrics["clip_fraction_off"] == 0.0
+
+
+def with_centres(*centres):
+    """A replayed success of one turn per pair: `centres` are c of the action and of the end token.
+
+    The toy's log-probs at first: of "right" -log(1 + e^.5) = -.974077, of <end> 0.
+    """
+    steps = []
+    for action, end in centres:
+        behavior = [-math.log(1 + math.exp(0.5)) - math.log(action), -math.log(end)]
+        steps.append(step(behavior_logprobs=behavior, advantage=1.0))
+    return episode(1.0, steps)
+
+
+@pytest.mark.parametrize("tokens_per_micro_batch", [1, 10**6])
+def test_tokens_beyond_max_centre_leave_the_mean_of_j_off(tokens_per_micro_batch):
+    # All fresh episodes fail, so their advantages are 0 and only J_off has a gradient. Of the logit of
+    # "right" it is -alpha / count * sum of c (1 - .377541), over the counted turns.
+    fresh = [Group("toy", [episode(0.0, [step()]), episode(0.0, [step()])])]
+    replayed = with_centres((1.0, 1.0), (4.0, 4.0), (0.2, 1.0))
+    small = {"kl_coef": 0.0, "entropy_coef": 0.0, "tokens_per_micro_batch": tokens_per_micro_batch}
+    for max_centre, count, centres in ((None, 6, 1.0 + 4.0 + 0.2), (3.0, 3, 1.0), (4.5, 5, 1.0 + 4.0)):
+        config = dataclasses.replace(ONE_STEP, **small, max_centre=max_centre)
+        policy, grads = ToyPolicy(), []
+        policy.step = lambda norm, policy=policy, grads=grads: grads.append(policy.logits.grad.clone()) or 0.0
+        metrics = rspo.update(policy, fresh, [replayed], "outcome", config, random.Random(0))
+        assert grads[0][3, 5].item() == pytest.approx(-0.25 / count * 0.622459 * centres, abs=1e-5)
+        assert metrics["centre_max"] == pytest.approx(4.0, abs=1e-4)
+        assert metrics["centre_above_2"] == pytest.approx(2 / 6)
+        assert metrics["centre_below_half"] == pytest.approx(1 / 6)
+        assert metrics.get("centre_dropped", 0.0) == pytest.approx(1 - count / 6)
+        sums = {6: 1 + 1 + 4 + 4 + 0.2 + 1, 3: 1 + 1 + 1, 5: 1 + 1 + 4 + 4 + 1}
+        assert metrics["policy_loss_off"] == pytest.approx(-sums[count] / count, abs=1e-4)
+        assert metrics["alpha"] == 0.25
+
+
+def test_entropy_and_kl_of_tokens_beyond_max_centre_do_not_count():
+    config = dataclasses.replace(ONE_STEP, kl_coef=0.5, entropy_coef=0.5)
+    whole, _ = gradient_with(with_centres((1.0, 1.0)), config)
+    mixed = with_centres((1.0, 1.0), (9.0, 9.0), (0.1, 0.1))
+    near, metrics = gradient_with(mixed, dataclasses.replace(config, max_centre=2.0))
+    far, _ = gradient_with(mixed, config)
+    assert (near - whole).abs().max() < 1e-6 and (far - whole).abs().max() > 0.1
+    assert metrics["centre_dropped"] == pytest.approx(4 / 6)
+
+
+def gradient_with(replayed, config):
+    """The gradient of an update with fresh failures and one replayed episode, and the update's metrics."""
+    policy, grads = ToyPolicy(), []
+    policy.reference = policy.reference + torch.arange(len(policy.reference))[:, None] * 0.1
+    policy.reference[3, 4] += 0.5  # so the KL term has a gradient
+    policy.step = lambda norm: grads.append(policy.logits.grad.clone()) or 0.0
+    fresh = [Group("toy", [episode(0.0, [step()]), episode(0.0, [step()])])]
+    metrics = rspo.update(policy, fresh, [replayed], "outcome", config, random.Random(0))
+    return grads[0], metrics
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo"])
+def test_an_update_whose_replayed_tokens_are_all_beyond_max_centre_trains_on_fresh_tokens_only(algo):
+    config = dataclasses.replace(ONE_STEP, algo=algo, max_centre=2.0)
+    policy = ToyPolicy()
+    far = with_centres((9.0, 9.0), (0.1, 0.1))
+    groups = collected(config, policy)
+    metrics = rspo.update(policy, groups, [far], "outcome", config, random.Random(0))
+    assert metrics["centre_dropped"] == 1.0 and metrics["replayed_episodes"] == 1
+    assert not [name for name in metrics if name.endswith("_off")]
+    assert all(math.isfinite(value) for value in metrics.values()) and policy.logits.isfinite().all()
+
+
+def test_max_centre_far_away_changes_no_bit():
+    plain, metrics = gradient(ONE_STEP)
+    bounded, others = gradient(ONE_STEP, max_centre=1e6)
+    assert torch.equal(plain, bounded) and others["centre_dropped"] == 0.0
+    assert all(value == others[name] for name, value in metrics.items() if name != "seconds_update")
+
+
+@pytest.mark.parametrize("logprobs", [[0.0], [0.0, 0.0, 0.0], []])
+def test_a_wrong_number_of_sampler_logprobs_is_found_before_a_weight_moves(logprobs):
+    policy = ToyPolicy()
+    groups = collected(ONE_STEP, policy)
+    groups[0].trajectories[1].steps[2].sampler_logprobs = logprobs
+    before = policy.logits.detach().clone()
+    task = groups[0].trajectories[1].task_id
+    words = f"step 2 of task {task} has {len(logprobs)} sampler_logprobs for 2 action tokens"
+    with pytest.raises(ValueError, match=words):
+        rspo.update(policy, groups, [], "outcome", ONE_STEP, random.Random(0))
+    assert policy.version == 0 and torch.equal(policy.logits, before)
 
 
 def test_later_minibatches_do_clip():
@@ -468,12 +553,13 @@ def test_an_update_without_usable_episodes_is_refused():
         rspo.update(ToyPolicy(), groups, [], "outcome", ONE_STEP, random.Random(0))
 
 
-def test_share_of_groups_without_spread_and_repeated_states():
+def test_groups_without_spread_and_repeated_states_are_counted():
     same = Group("a", [episode(1.0, [step(), step()]), episode(1.0, [step()])])
     mixed = Group("b", [episode(1.0, [step()]), episode(0.0, [step(observation="x"), step(), step()])])
     metrics = episode_metrics([same, mixed], "outcome")
     assert metrics["zero_spread_groups"] == 0.5
     assert metrics["repeated_states"] == 2  # door 0 again in the first and in the last episode
+    assert metrics["repeated_states_per_episode"] == 0.5  # so 56 episodes compare with 64
     assert metrics["success"] == 0.75
 
 
@@ -529,6 +615,7 @@ def test_the_paper_s_counts():
         (dict(algo="ppo", replay_strategy="variance"), "--replay_strategy variance with --algo ppo"),
         (dict(algo="ppo", replay_unit="group"), "--replay_unit group with --algo ppo"),
         (dict(clip_eps=float("nan")), "--clip_eps nan"),
+        (dict(max_centre=0.5), "--max_centre 0.5: must be at least 1"),
         (dict(kl_coef=-1.0), "--kl_coef -1.0: must be at least 0"),
         (dict(gigpo_gamma=1.5), "--gigpo_gamma 1.5: must be between 0 and 1"),
     ],

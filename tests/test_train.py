@@ -95,7 +95,8 @@ def test_a_run_leaves_its_folder(first_run):
     assert not [path for path in first_run.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
     about = json.loads((first_run / "run.json").read_text())
     assert f"--out={first_run}" in about["argv"] and about["versions"]["torch"] == torch.__version__
-    assert "1 torch threads" in about["machine"]
+    assert "1 torch threads" in about["machine"] and about["ranks"] == 1
+    assert {"alfworld", "textworld", "rapidfuzz", "spacy", "vllm", "nltk"} <= set(about["versions"])
 
 
 def test_summary_and_log_agree(first_run):
@@ -116,7 +117,9 @@ def test_summary_and_log_agree(first_run):
     for line in lines:
         if line["agent"] in ("policy", "explorer"):
             assert {"success", "kl_on", "entropy_on", "clip_fraction_on", "zero_spread_groups"} <= set(line)
-            assert {"repeated_states", "seconds_rollout", "seconds_update", "grad_norm"} <= set(line)
+            repeated = line["repeated_states_per_episode"] * line["sampled_episodes"]
+            assert repeated == pytest.approx(line["repeated_states"])
+            assert {"seconds_rollout", "seconds_update", "grad_norm"} <= set(line)
         if line["agent"] == "explorer":
             assert {"dense_reward", "seconds_score"} <= set(line)
 
@@ -338,19 +341,51 @@ def _panel(line):
     return line["success"], line["turns_per_episode"]
 
 
-def test_eval_only_plays_the_panel_of_a_run_and_of_a_model(first_run, tmp_path, monkeypatch, capsys):
+def test_eval_only_plays_the_panel_of_a_run_and_keeps_earlier_results(first_run, capsys):
     train.main(["--eval_only", f"--out={first_run}"])
     found = json.loads((first_run / "eval.json").read_text())
     panels = [line for line in read_lines(first_run / "metrics.jsonl") if "by_type" in line]
     assert (found["policy"], *_panel(found["panels"]["eval"])) == ("update_000002", *_panel(panels[-1]))
     assert len(read_lines(first_run / "metrics.jsonl")) == 8  # as before
-    (first_run / "eval.json").unlink()
+    panel = found["panels"]["eval"]
+    assert panel["successes"] == panel["success"] * 6 == panels[-1]["successes"]
+    low, high = panel["success_interval"]
+    assert f"solved: {panel['successes']} of 6 games, {panel['success']:.1%} (95 % interval {low:.1%} to" in (
+        capsys.readouterr().out
+    )
+    train.main(["--eval_only", f"--out={first_run}", "--eval_games=2"])
+    assert json.loads((first_run / "eval.json").read_text()) == found
+    other = json.loads((first_run / "eval-2.json").read_text())
+    assert other["panels"]["eval"]["games"] == other["config"]["eval_games"] == 2
+    for path in first_run.glob("eval*.json"):
+        path.unlink()
+
+
+def test_an_evaluation_can_be_repeated_from_its_file(first_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    options = on(first_run) | {"eval_games": 3}
-    train.main(["--eval_only", *[flag for flag in argv("", **options) if not flag.startswith("--out")]])
+    options = on(first_run) | {"eval_games": 3, "seed": 5, "history": 0}
+    flags_given = [flag for flag in argv("", **options) if not flag.startswith("--out")]
+    train.main(["--eval_only", *flags_given])
     (written,) = tmp_path.glob("runs/eval-*/eval.json")
-    assert json.loads(written.read_text())["panels"]["eval"]["games"] == 3
+    found = json.loads(written.read_text())
+    assert found["argv"] == ["--eval_only", *flags_given] and found["ranks"] == 1
+    assert found["games"] == Household.fingerprint and found["versions"]["torch"] == torch.__version__
+    protocol = {"max_turns": 5, "seed": 5, "sampler": "kv", "max_prompt_tokens": 128, "max_new_tokens": 8}
+    protocol |= {
+        "context": "window",
+        "history": 0,
+        "style": "short",
+        "eval_temperature": 0.4,
+        "env": "household",
+    }
+    assert protocol.items() <= found["config"].items()
     assert "success in % on 3 games of eval" in capsys.readouterr().out
+
+    (tmp_path / "flags.json").write_text(json.dumps(found["config"]))
+    train.main(["--eval_only", "--config", "flags.json"])
+    (path,) = set(tmp_path.glob("runs/eval-*/eval.json")) - {written}
+    again = json.loads(path.read_text())
+    assert again["config"] == found["config"] and again["panels"] == found["panels"]
 
 
 class TwoSplits(Household):

@@ -12,7 +12,7 @@ from buffer import Step, StopReason, Trajectory
 from demo.tiny_model import tiny_base
 from policy import Policy
 
-torch.set_num_threads(1)  # models as small as these lose time to a second one
+torch.set_num_threads(1)  # models this small are slower with more threads
 WORDS = (
     "go to desk 1",
     "take mug 1 from bed 1",

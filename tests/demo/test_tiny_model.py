@@ -1,4 +1,4 @@
-"""The tiny model: its tokenizer knows all words of the household, and its weights depend on the seed only."""
+"""The tiny model: its tokenizer has all words of Household, and its weights depend only on the seed."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def test_word_tokenizer_keeps_actions_and_shortens_prompts():
     assert tokens(chat.extend(chat.reply("look"), "look")) == ["<user>", "look", "<assistant>"]
 
 
-def test_word_tokenizer_knows_every_word_of_the_household():
+def test_word_tokenizer_has_every_word_of_household():
     env = make_env("household")
     chat = Chat(tiny_tokenizer(env.vocabulary, env.silent_words))
     unknown = chat.tokenizer.unk_token_id
@@ -99,7 +99,7 @@ def test_a_run_with_a_maimed_vocabulary_is_refused_at_load(monkeypatch):
         load_start(args, None)
 
 
-def test_weights_depend_on_the_seed_only():
+def test_weights_depend_only_on_the_seed():
     base = tiny(seed=3)
     torch.manual_seed(99)
     again, other = tiny(seed=3), tiny(seed=4)

@@ -27,7 +27,7 @@ def share(of, world, expert_share, hesitation_share):
     return sum(step.action == of for episode in episodes for step in episode.steps) / 1200
 
 
-def test_the_expert_alone_always_wins():
+def test_the_expert_without_noise_always_wins():
     episodes = demonstrations(toy_world(), 20, expert_share=1.0, hesitation_share=0.0)
     assert all(episode.success for episode in episodes)
     assert episodes[0].steps[0].action_ids == [5, 1] and episodes[0].steps[0].valid
@@ -96,11 +96,11 @@ def test_demonstrations_need_an_expert():
     class Unknown(ToyEnv):
         searching_expert = property()  # reading it raises AttributeError
 
-    with pytest.raises(ValueError, match="toy has no expert"):
+    with pytest.raises(ValueError, match="toy has no searching expert"):
         demonstrations(toy_world(make_env=Unknown), 2, 0.5, 0.2)
 
 
-def test_demonstration_i_does_not_depend_on_their_number():
+def test_demonstration_i_does_not_depend_on_the_number_of_demonstrations():
     few, many = (demonstrations(toy_world(), count, 0.5, 0.2) for count in (3, 9))
     assert [episode.to_dict() for episode in few] == [episode.to_dict() for episode in many[:3]]
 

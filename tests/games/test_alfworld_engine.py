@@ -22,7 +22,7 @@ CLEAN = "pick_clean_then_place_in_recep-SoapBar-None-Toilet-428"  # the smallest
 
 
 def missing() -> str:
-    """The reason why games cannot be played, or "" if they can."""
+    """Return the reason why games cannot be played, or "" if they can."""
     try:
         for package in alfworld_engine.PACKAGES:
             importlib.metadata.version(package)
@@ -357,7 +357,10 @@ def test_the_task_type_is_the_last_one_in_the_path():
 
 
 def lamp() -> dict:
-    """A lamp to push and pull. Atoms: 0 on, 1 pushed, 2 won (derived: on). A literal is 2 * atom + [true]."""
+    """Make a game with a lamp to push and pull.
+
+    Atoms: 0 on, 1 pushed, 2 won (derived: on). A literal is 2 * atom + [true].
+    """
     on = ["on", [["l", "lamp"]], [["lamp"]]]
     off = ["not_on", [["l", "lamp"]], [["lamp"]]]
     name = ["each", ["value", ["of", "l", "name"]], None]
@@ -393,7 +396,7 @@ def test_a_hand_made_game_is_played_by_the_rules():
     text, lit = table.follow(node, "push")
     assert (text, lit.admissible, lit.won) == ("You see the lamp 1. It is on.", ("look", "pull"), True)
     text, dark = table.follow(lit, "pull")
-    # The lamp is off as at the start, but now its being on is denied, so the text differs.
+    # The lamp is off as at the start, but the fact that it is on is denied, so the text differs.
     assert (text, dark.admissible, dark.won) == ("You see the lamp 1. It was on.", ("look", "push"), False)
     assert table.follow(dark, "push")[1] is lit
 

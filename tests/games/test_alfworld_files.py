@@ -1,11 +1,12 @@
 """Tests of ALFWorld's game files: the games of a split, damaged files, the vocabulary."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 
-from games.alfworld_files import alfworld_games, alfworld_vocabulary
+from games.alfworld_files import OFFICIAL_COUNTS, alfworld_games, alfworld_splits, alfworld_vocabulary
 
 CUP_TASK = "pick_and_place_simple-Cup-None-Desk-1"
 
@@ -35,9 +36,11 @@ def tree(tmp_path):
 
 @pytest.fixture(autouse=True)
 def empty_cache():
-    alfworld_games.cache_clear()
+    for function in (alfworld_games, alfworld_splits):
+        function.cache_clear()
     yield
-    alfworld_games.cache_clear()
+    for function in (alfworld_games, alfworld_splits):
+        function.cache_clear()
 
 
 def test_a_split_is_the_sorted_list_of_its_playable_files(tree):
@@ -65,6 +68,68 @@ def test_without_a_folder_the_variable_and_then_the_download_folder_are_used(tre
 def test_a_split_without_games_is_an_error_with_the_command_that_fetches_them(tree):
     with pytest.raises(ValueError, match=r"no ALFWorld games in .*/valid_unseen; .*`alfworld-download`"):
         alfworld_games(str(tree[0]), "valid_unseen")
+
+
+GRAMMAR = '"grammar": "' + "x" * 5000 + '"'
+LAYOUTS = [  # content of a game file, and whether the official loader plays it
+    ('{"solvable": true, %s, "walkthrough": ["look"]}', True),
+    ('{"solvable": false, %s, "walkthrough": ["look"]}', False),
+    ('{%s, "solvable":false,"walkthrough":["look"]}', False),
+    ('{%s, "solvable"\n :\ttrue , "walkthrough" : [ ] }\n', True),
+    ('{%s, "walkthrough": ["look"]}', False),  # without the key
+    ('{%s, "solvable": null}', False),
+    ('{%s, "walkthrough": ["look"], "solvable": true}', True),
+    ('  {%s, "solvable": true, "walkthrough": ["look"]}', True),
+    ('{"solvable": true, "walkthrough": [], %s, "solvable": false, "walkthrough": []}', False),
+    ('{"solvable": true, %s, "note": "x, \\"solvable\\": false, \\"walkthrough\\": []}"}', True),
+    ('{%s, "note": "\\"solvable\\": true"}', False),
+    ('{%s, "solvable": true, "part": {"solvable": false, "walkthrough": []}}', True),
+    ('{%s, "part": {"solvable": true, "walkthrough": []}}', False),
+    ('{%s, "solvable": true, "walkthrough": ["' + "y" * 5000 + '"]}', True),
+]
+
+
+@pytest.mark.parametrize("content, playable", LAYOUTS)
+def test_a_game_is_played_if_its_json_has_a_true_solvable(tmp_path, content, playable):
+    always = write_game(tmp_path, "train", CUP_TASK, "0")
+    path = write_game(tmp_path, "train", CUP_TASK, "1")
+    path.write_text(content % GRAMMAR)
+    assert bool(json.loads(path.read_text()).get("solvable")) == playable
+    assert alfworld_games(str(tmp_path), "train") == ((always, path) if playable else (always,))
+
+
+def test_a_split_without_a_solvable_game_is_an_error(tmp_path):
+    for number in range(3):
+        write_game(tmp_path, "train", CUP_TASK, str(number), solvable=False)
+    with pytest.raises(ValueError, match=r"^none of the 3 ALFWorld games in .*/train is marked"):
+        alfworld_games(str(tmp_path), "train")
+    write_game(tmp_path, "train", CUP_TASK, "damaged").write_text("{")
+    alfworld_games.cache_clear()
+    with (
+        pytest.warns(UserWarning, match="^1 of 4 ALFWorld game files cannot be read"),
+        pytest.raises(ValueError, match=r"^none of the 4 ALFWorld games"),
+    ):
+        alfworld_games(str(tmp_path), "train")
+
+
+def test_other_numbers_of_games_than_the_official_ones_are_one_warning(tree, monkeypatch):
+    folder, playable = tree
+    unseen = write_game(folder, "valid_unseen", CUP_TASK)
+    with pytest.warns(UserWarning) as caught:
+        games = alfworld_splits(str(folder))
+        alfworld_splits(str(folder))
+    assert games["valid_seen"] == (playable[3],) and games["valid_unseen"] == (unseen,)
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        "ALFWorld has 3 games in train (official: 3,553), 1 games in valid_seen (official: 140), "
+        "1 games in valid_unseen (official: 134); "
+    )
+    alfworld_splits.cache_clear()
+    for split, number in (("train", 3), ("valid_seen", 1), ("valid_unseen", 1)):
+        monkeypatch.setitem(OFFICIAL_COUNTS, split, number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alfworld_splits(str(folder))
 
 
 DAMAGED = ["{", '{"grammar": "x", "solvable": tr', "[]", "", "\x00\x93\xff}", None]  # None: a folder

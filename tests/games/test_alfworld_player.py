@@ -286,7 +286,7 @@ def test_a_thing_in_the_target_does_not_replace_a_hidden_one():
 
 
 def test_nothing_is_replaced_if_the_plan_does_not_end_with_a_move():
-    plan = PLAN[:5]  # a game that is won by cleaning, as a thing of this kind lies on the desk already
+    plan = PLAN[:5]  # cleaning wins this game, because a thing of this kind lies on the desk from the start
     house = kitchen({"fridge 1": ["mug 7"]})
     assert play(house, plan, detours=("fridge 1",)) == ["go to fridge 1", "open fridge 1", *plan]
 

@@ -18,7 +18,7 @@ from games.household import NOTHING, STEP_LIMIT, TASK_TYPES, Game, Room, make_ga
 
 
 def room_for(task_type, thing, target, **contents):
-    """The room of a hand-made game. Keywords are receptacles without their numbers."""
+    """Make the room of a hand-made game. Keywords are receptacles without their numbers."""
     items = sorted((f"{name} 1", tuple(sorted(held))) for name, held in contents.items())
     return Room(Game(task_type, thing, target, tuple(items)), [name for name, _ in items])
 
@@ -227,7 +227,7 @@ def test_notes_contain_only_facts_that_were_seen():
 # --- The games ----------------------------------------------------------------------------------------------
 
 
-def test_the_first_eval_game_is_this_one():
+def test_the_first_eval_game_never_changes():
     """It is the same in every version of Python, because only random.random() is used."""
     game, order = make_game("eval", 0)
     assert game.sentence == "put a plate in shelf."
@@ -322,7 +322,7 @@ def play(env, split, index, choose):
 
 
 def noisy(rng, share=0.35):
-    """A player that takes the searching expert's action with probability `share`, else a random one."""
+    """Return a player: the searching expert's action with probability `share`, else a random action."""
 
     def choose(env, view):
         return env.searching_expert() if rng.random() < share else rng.choice(view.admissible)
@@ -370,7 +370,7 @@ def test_the_searching_expert_usually_wins_within_the_step_limit():
     assert won["Pick2"] >= 40
 
 
-def test_the_searching_expert_and_the_notes_know_no_hidden_fact():
+def test_the_searching_expert_and_the_notes_use_no_hidden_fact():
     """Swapping the contents of unseen receptacles changes no action, no notes and no admissible commands."""
     rng = random.Random(1)
     env, choose = Household(), noisy(random.Random(2))

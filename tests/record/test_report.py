@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from buffer import Step, StopReason, Trajectory
+from demo.toy import ToyPolicy
+from flags import Args
 from record import report
-from record.log import Log, read_lines, wandb_listener
-from record.metrics import progress, start_and_end
+from record.log import Log, eval_file, numbers_of, read_lines, wandb_listener
+from record.metrics import panel, progress, start_and_end, wilson_interval
+from record.recorder import Recorder, progress_bar
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -71,6 +74,32 @@ def test_wandb_draws_every_agent_over_its_own_updates(tmp_path, monkeypatch):
         "buffer/*": "buffer/update",
         "evaluation/seen/*": "evaluation/seen/update",
     }
+
+
+def test_an_evaluation_gets_a_file_of_its_own(tmp_path):
+    for name in ("eval.json", "eval-2.json", "eval-3.json"):
+        path = eval_file(tmp_path)
+        assert path == tmp_path / name
+        path.touch()
+
+
+@pytest.mark.parametrize("max_centre", [None, 5.0])
+def test_a_large_centre_is_mentioned_once(tmp_path, capsys, max_centre):
+    args = Args(max_centre=max_centre)
+    world = SimpleNamespace(episodes=0, turns=0)
+    recorder = Recorder(args, tmp_path, ToyPolicy(), world, None, Log(tmp_path), started=0.0)
+    recorder.bar = progress_bar(args.total_updates, "updates")
+    for update, centre_max in enumerate((9.9, 12.34, 15.0), start=1):
+        metrics = {"replayed_episodes": 1, "clip_fraction_on": 0.0, "centre_max": centre_max}
+        recorder.log_update("policy", [], metrics, update)
+    recorder.bar.close()
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    if max_centre:
+        assert warned == []
+    else:
+        (line,) = warned
+        assert line.startswith("warning: update 2: a replayed token has c = pi_old / pi_B = 12.3 and may ")
+        assert "--max_centre 10 leaves such tokens out" in line
 
 
 # --- panels -------------------------------------------------------------------------------------------------
@@ -133,6 +162,69 @@ def test_the_progress_of_a_split():
             "Look": {"games": 2, "start": 0.0, "end": 1.0},
             "Heat": {"games": 0, "start": 0.0, "end": 0.0},
         },
+    }
+
+
+def games_of(task_type, solved, unsolved):
+    """Played games, or games that crashed at their start if the task type is ""."""
+    stop = StopReason.FINISHED if task_type else StopReason.CRASHED
+    outcomes = [1.0] * solved + [0.0] * unsolved
+    return [Trajectory("t", "", task_type, [], outcome, outcome == 1, stop) for outcome in outcomes]
+
+
+def test_a_game_that_crashed_at_its_start_has_the_type_unknown():
+    types = ("Pick", "Look", "Heat")
+    found = panel(games_of("Pick", 3, 2) + games_of("", 0, 1) + games_of("Look", 1, 3), types)
+    counts = {name: (result["games"], result["successes"]) for name, result in found["by_type"].items()}
+    assert counts == {"Pick": (5, 3), "Look": (4, 1), "Heat": (0, 0), "unknown": (1, 0)}
+    assert (found["games"], found["successes"], found["crashed_episodes"]) == (10, 4, 1)
+    assert (found["success"], found["by_type"]["Pick"]["success"]) == (0.4, 0.6)
+    whole = panel(games_of("Pick", 4, 2) + games_of("Look", 1, 3), types)
+    assert tuple(whole["by_type"]) == types
+
+    for start, end, unknown in ((found, whole, (0, 0.0, 0.0)), (whole, found, (1, 0.0, 0.0))):
+        by_type = progress(start, end)["by_type"]
+        assert tuple(by_type["unknown"].values()) == unknown
+        assert sum(result["games"] for result in by_type.values()) == 10
+    assert report.panel_table({"start": found, "end": whole}) == (
+        "        Pick  Look  unknown    all\n"
+        "games    5/6     4      1/0     10\n"
+        "start   60.0  25.0      0.0   40.0\n"
+        "end     66.7  25.0      0.0   50.0\n"
+        "change  +6.7  +0.0     +0.0  +10.0"
+    )
+
+
+@pytest.mark.parametrize(
+    "successes, games, ends",
+    [
+        # share .1, z^2 = 3.8415: middle .1 + 3.8415 / 20 = .29207, half width
+        # 1.96 sqrt(.009 + 3.8415 / 400) = .26733, (.29207 -+ .26733) / 1.38415
+        (1, 10, [0.01788, 0.40415]),
+        (0, 10, [0.0, 0.27753]),  # 3.8415 / (10 + 3.8415)
+        (10, 10, [0.72247, 1.0]),
+        (0, 0, [0.0, 1.0]),
+    ],
+)
+def test_the_interval_of_a_success_rate(successes, games, ends):
+    assert wilson_interval(successes, games) == pytest.approx(ends, abs=1e-4)
+    low, high = wilson_interval(successes, games)
+    assert 0 <= low <= high <= 1
+
+
+def test_a_panel_says_how_many_games_are_solved():
+    found = panel(games_of("Pick", 1, 9), ("Pick",))
+    assert found["success_interval"] == found["by_type"]["Pick"]["success_interval"]
+    assert report.solved_text(found) == "solved: 1 of 10 games, 10.0% (95 % interval 1.8% to 40.4%)"
+    line = {"agent": "evaluation", "split": "seen", **found}
+    assert numbers_of(line) == {
+        "evaluation/seen/games": 10,
+        "evaluation/seen/successes": 1,
+        "evaluation/seen/success": 0.1,
+        "evaluation/seen/outcome": 0.1,
+        "evaluation/seen/turns_per_episode": 0.0,
+        "evaluation/seen/crashed_episodes": 0,
+        "evaluation/seen/success/Pick": 0.1,
     }
 
 

@@ -1,5 +1,6 @@
-"""Ranks that work as one: what one process computes, two and three compute too. Ranks are real processes."""
+"""Ranks: two and three processes compute the same results as one. These tests start real processes."""
 
+import copy
 import json
 import os
 import pickle
@@ -56,18 +57,18 @@ def config_of(algo, **options):
     return Config(**{**vars(SMALL), "algo": algo, **options})
 
 
-# --- what the ranks do: functions of recorded episodes that return plain data -------------------------------
+# --- scenes: every rank runs them on recorded episodes; they return plain data -----------------------------
 
 
 def agent(learning_rate=0.01):
-    """Wins some of its games, and is away from the reference."""
+    """Make a policy that wins some of its games and differs from its reference."""
     policy = ToyPolicy(learning_rate=learning_rate)
     policy.logits.data[3, 5] += 1.2
     return policy
 
 
 def recorded():
-    """By algorithm (groups just played, replayed successes), of one process."""
+    """Return {algorithm: (fresh groups, replayed successes)}, played by one process."""
     made = {}
     for algo in ("grpo", "gigpo", "ppo"):
         config, policy = config_of(algo), agent()
@@ -84,7 +85,7 @@ def recorded():
 
 
 def chat(turns, outcome):
-    """An episode of an append-only chat: one row, as long as there are turns."""
+    """Make an episode of an append-only chat: one row, whose length grows with the turns."""
     steps = []
     for i in range(turns):
         prompt = [2, 6, 3, *[5, 1, 2, 7, 3] * i]
@@ -93,7 +94,7 @@ def chat(turns, outcome):
 
 
 def one_gradient(config, on, off):
-    """The gradients that reach the optimizers in an update of one step, and its metrics."""
+    """Return the gradients of an update with one optimizer step, and its metrics."""
     policy, seen = agent(), {}
     trained = (policy, policy.logits, "policy"), (policy.critic, policy.critic.table, "critic")
     for one, tensor, name in trained:
@@ -111,7 +112,7 @@ def gradients(episodes):
 
 
 def many_steps(episodes):
-    """Minibatches smaller than the ranks are many, and a second epoch: the weights, and the metrics."""
+    """Update with fewer rows in a minibatch than ranks, for two epochs. Return weights and metrics."""
     done = {}
     for algo, (on, off) in episodes.items():
         config = config_of(algo, minibatch_turns=4, epochs=2, tokens_per_micro_batch=16, clip_eps=0.02)
@@ -121,8 +122,17 @@ def many_steps(episodes):
     return done
 
 
+def near_tokens(episodes):
+    """An update that leaves every second replayed turn out, as its centre is beyond --max_centre."""
+    on, off = copy.deepcopy(episodes["grpo"])
+    for member in off:
+        for step in member.steps[::2]:
+            step.behavior_logprobs = [logprob - 2.0 for logprob in step.behavior_logprobs]
+    return one_gradient(config_of("grpo", max_centre=2.0, tokens_per_micro_batch=16), on, off)
+
+
 def uneven(episodes):
-    """One episode far longer than the rest; three in all; and one."""
+    """Return gradients for shares that are uneven: one long episode among short ones; three episodes; one."""
     config = config_of("grpo")
     long = [chat(14, 0.0), chat(1, 1.0), chat(1, 1.0), chat(1, 1.0)]
     groups = {"long": long, "three": [chat(1, 1.0), chat(1, 0.0), chat(2, 0.0)], "one": [chat(1, 1.0)]}
@@ -130,7 +140,7 @@ def uneven(episodes):
 
 
 def played(episodes):
-    """What every rank is handed of training games, of a panel, and of demonstrations."""
+    """Return the training episodes, panel and demonstrations that this rank has after the rollouts."""
     world, policy = toy_world(4, parallel=3), ToyPolicy()
     groups = world.collect(policy, 3)
     panel = world.evaluate(policy, "eval", 3, 0.4)
@@ -141,7 +151,7 @@ def played(episodes):
 
 
 def replay(episodes):
-    """What is drawn from a buffer of six groups; and which of its rows are trained on, by all ranks."""
+    """Draw from a buffer of six groups. Check that the ranks together train on every row once."""
     buffer = ReplayBuffer(seed=3)
     for groups in [episodes["grpo"][0], episodes["gigpo"][0]]:
         buffer.add(groups)
@@ -153,7 +163,7 @@ def replay(episodes):
 
 
 def algorithm_1(episodes):
-    """Two loops: B and A play, are scored, fill the buffer, replay and learn."""
+    """Run two loops of Algorithm 1. Return the log."""
     lines = []
     for algo in ("grpo", "ppo"):
         policy, world = agent(1e-3), toy_world(config_of(algo).episodes_per_task)
@@ -166,7 +176,7 @@ def algorithm_1(episodes):
 
 
 class Reader(nn.Module):
-    """A backbone of torch alone, that counts the rows it reads."""
+    """A backbone that counts the rows it reads."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +190,7 @@ class Reader(nn.Module):
 
 
 def dense_scores(episodes):
-    """Two of each group are equal. The scores, with noise; and how many rows were read, on all ranks."""
+    """Score groups with two equal episodes each. Return the noisy scores and the rows read by all ranks."""
     from reward_model import StepRewardModel
 
     model = StepRewardModel(Reader(), ToyPolicy.chat)
@@ -193,7 +203,7 @@ def dense_scores(episodes):
 
 
 def exchanges(episodes):
-    """The pieces: what each rank holds afterwards."""
+    """Call every function that exchanges data. Return the results of this rank."""
     n = distributed.world_size()
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
     distributed.BUCKET = 4  # two parameters at a time
@@ -219,11 +229,11 @@ def exchanges(episodes):
     return found
 
 
-SCENES = [gradients, many_steps, uneven, played, replay, algorithm_1, dense_scores, exchanges]
+SCENES = [gradients, many_steps, near_tokens, uneven, played, replay, algorithm_1, dense_scores, exchanges]
 
 
 def loss(folder):
-    """The last rank is killed while the others wait for it; both of these notice, and one of them says so."""
+    """Kill the last rank while the others wait for it. Return the error of a waiting rank and its delay."""
     if rank() == distributed.world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
@@ -235,8 +245,7 @@ def loss(folder):
 
 
 def be(number, ports, folder):
-    """A process: one of two ranks, if it is the first or the second, then one of three. What it found, or how
-    it failed, is left in files."""
+    """Be rank `number` of two, if it exists, and then of three. Write results or a traceback to files."""
     torch.set_num_threads(1)
     for n, port in ports.items():
         if number >= n:
@@ -254,7 +263,7 @@ def be(number, ports, folder):
             results = traceback.format_exc()
         (folder / f"{n} {number}").write_bytes(pickle.dumps(results))
     if number == 0:
-        time.sleep(1)  # it keeps the store, where the others look whether someone has spoken already
+        time.sleep(1)  # this process hosts the store, which the others query before they print
     os._exit(0)
 
 
@@ -275,7 +284,7 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def alone():
+def one_process():
     distributed_bucket = distributed.BUCKET
     episodes = pickle.dumps(recorded())
     yield episodes, {scene.__name__: scene(pickle.loads(episodes)) for scene in SCENES}
@@ -283,10 +292,10 @@ def alone():
 
 
 @pytest.fixture(scope="module")
-def processes(alone, tmp_path_factory):
-    """The folder of what three processes found, as two ranks and as three, of which the last is killed."""
+def processes(one_process, tmp_path_factory):
+    """Run the scenes with two and with three ranks. Return the folder of the results."""
     folder, spawn = tmp_path_factory.mktemp("ranks"), get_context("spawn")
-    (folder / "episodes").write_bytes(alone[0])
+    (folder / "episodes").write_bytes(one_process[0])
     ports = {2: free_port(), 3: free_port()}
     started = [spawn.Process(target=be, args=(number, ports, folder)) for number in range(3)]
     for process in started:
@@ -302,7 +311,7 @@ def processes(alone, tmp_path_factory):
 
 @pytest.fixture(params=[2, 3])
 def ranks(request, processes):
-    """What each of the first two ranks found, of two or three."""
+    """The results of the first two ranks, of two or of three."""
     found = [pickle.loads((processes / f"{request.param} {i}").read_bytes()) for i in range(2)]
     for result in found:
         assert isinstance(result, dict), result
@@ -310,7 +319,7 @@ def ranks(request, processes):
 
 
 def close(one, other, path=""):
-    """Nested data that agrees to 1e-5 in every number, and exactly in all else."""
+    """Check that nested data agrees: floats to 1e-5, everything else exactly."""
     if isinstance(one, dict):
         assert one.keys() == other.keys(), path
         for key in one:
@@ -326,42 +335,47 @@ def close(one, other, path=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scene", ["gradients", "many_steps", "uneven", "played", "replay", "algorithm_1"])
-def test_several_ranks_find_what_one_process_finds(scene, alone, ranks):
+@pytest.mark.parametrize(
+    "scene", ["gradients", "many_steps", "near_tokens", "uneven", "played", "replay", "algorithm_1"]
+)
+def test_several_ranks_have_the_results_of_one_process(scene, one_process, ranks):
     for result in ranks.found:
-        close(result[scene], alone[1][scene])
+        close(result[scene], one_process[1][scene])
 
 
-def test_the_gradients_that_are_compared_are_not_zero(alone):
-    results = alone[1]["gradients"]
+def test_the_compared_gradients_are_not_zero(one_process):
+    results = one_process[1]["gradients"]
     assert set(results) == {"grpo", "gigpo", "ppo"} and set(results["ppo"][0]) == {"policy", "critic"}
     for seen, metrics in results.values():
         assert all(torch.tensor(values).abs().max() > 1e-4 for values in seen.values())
         assert metrics["replayed_episodes"] == 4 and metrics["policy_loss_off"] < -0.1
-    assert all(metrics["clip_fraction_on"] > 0 for _, _, metrics in alone[1]["many_steps"].values())
+    assert all(metrics["clip_fraction_on"] > 0 for _, _, metrics in one_process[1]["many_steps"].values())
+    assert one_process[1]["near_tokens"][1]["centre_dropped"] == pytest.approx(
+        2 / 3
+    )  # turns 1 and 3 of three
 
 
 @pytest.mark.slow
-def test_ranks_are_bit_identical_among_themselves(ranks):
+def test_all_ranks_have_bit_identical_weights(ranks):
     for result in ranks.found:
         assert result["many_steps"] == ranks.found[0]["many_steps"]
 
 
 @pytest.mark.slow
-def test_equal_rows_of_a_group_are_scored_once_whatever_the_number_of_ranks(alone, ranks):
-    scores, read = alone[1]["dense_scores"]
-    assert read == 5  # per group one row for the two that are equal, one for the third; one of these crashed
+def test_equal_rows_of_a_group_are_scored_once_with_any_number_of_ranks(one_process, ranks):
+    scores, read = one_process[1]["dense_scores"]
+    assert read == 5  # one row for two equal episodes, one for the third; one of the three crashed
     assert scores.count(None) == 4 and len(set(scores)) == len(scores) - 3
     for result in ranks.found:
         close(result["dense_scores"], (scores, read))
 
 
 @pytest.mark.slow
-def test_what_ranks_exchange(ranks):
+def test_exchanges_by_hand(ranks):
     two = ranks.n == 2
     for result in ranks.found:
         found = result["exchanges"]
-        # every rank has the first gradient, the last rank alone the second and the fourth, none the third
+        # every rank has gradient 0, only the last rank gradients 1 and 3, no rank gradient 2
         assert found["sums"][:3] == [[float(ranks.n), 10.0 * ranks.n], [5.0, 6.0], None]
         assert found["sums"][3][0] != found["sums"][3][0] and found["sums"][3][1] == 1.0
         assert found["gathered"] == ["rank 1", "rank 2", "rank 2"][: 1 if two else 3]
@@ -379,15 +393,15 @@ def test_a_rank_that_is_killed_is_noticed_at_once_and_reported_once(processes):
     assert sum(bool((processes / f"said {i}").read_text()) for i in range(2)) == 1
 
 
-def test_one_process_exchanges_nothing(alone):
-    found = alone[1]["exchanges"]
+def test_one_process_exchanges_nothing(one_process):
+    found = one_process[1]["exchanges"]
     assert found["alike"] is True and found["gathered"] == []
     assert found["sums"][0] == [1.0, 10.0] and found["sums"][2] is None
     assert found["in order"] == [50, 10, 90, 30, 30]
 
 
 def test_shares_are_balanced_and_complete():
-    # dearest first to whoever has least: 9 | 5 | then 3 to the 5, 3 to the 8 (9 > 8), 1 to the 9
+    # the most expensive first, to the smallest sum: 9 | 5, then 3 to 5, 3 to 8 (below 9), 1 to 9
     assert shares([5, 1, 9, 3, 3], 2) == [[1, 2], [0, 3, 4]]
     assert shares([1, 1, 1], 2) == [[0, 2], [1]]
     assert shares([4], 3) == [[0], [], []] and shares([], 2) == [[], []]
@@ -472,7 +486,7 @@ def begin(command, *flags, **options):
 
 
 def end(process, seconds=600):
-    """(status, stdout, stderr) of a process that ends by itself."""
+    """Wait for the process to end. Return (status, stdout, stderr)."""
     try:
         said = process.communicate(timeout=seconds)
     finally:
@@ -481,7 +495,7 @@ def end(process, seconds=600):
 
 
 def ranks_of(process):
-    """Their process ids."""
+    """Return the process ids of the ranks."""
     found = subprocess.run(
         ["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, text=True
     )
@@ -510,7 +524,7 @@ def run_of_two(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_is_the_run_of_one(run_of_two, tmp_path):
+def test_a_run_of_two_ranks_equals_the_run_of_one(run_of_two, tmp_path):
     status, _, errors = end(
         begin([sys.executable, "train.py"], total_updates=1, out=tmp_path / "one", **TINY)
     )
@@ -519,7 +533,7 @@ def test_a_run_of_two_ranks_is_the_run_of_one(run_of_two, tmp_path):
         assert (run_of_two / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
     two, one = lines_of(run_of_two), lines_of(tmp_path / "one")
     assert [line["agent"] for line in two] == ["evaluation", "explorer", "buffer", "policy", "evaluation"]
-    close(two[:2], one[:2])  # what was sampled after an update may differ, as updates do by rounding
+    close(two[:2], one[:2])  # after an update, rounding may change the samples
     for line, other in zip(two, one, strict=True):
         assert line.keys() == other.keys()
         assert line["environment_episodes"] == other["environment_episodes"]
@@ -530,13 +544,13 @@ def test_a_run_of_two_ranks_is_the_run_of_one(run_of_two, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_run_goes_on_with_another_number_of_ranks_and_ends_when_one_is_killed(run_of_two, tmp_path, number):
+def test_a_run_resumes_with_another_number_of_ranks_and_ends_if_one_is_killed(run_of_two, tmp_path, number):
     folder = tmp_path / "on"
     shutil.copytree(run_of_two, folder)
-    alone = [sys.executable, "train.py", "--resume", f"--out={folder}"]
-    status, _, errors = end(begin(alone, total_updates=2))
+    command = [sys.executable, "train.py", "--resume", f"--out={folder}"]
+    status, _, errors = end(begin(command, total_updates=2))
     assert status == 0, errors
-    assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # what came after the checkpoint is cut off
+    assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # lines after the checkpoint are removed
     process = begin(TORCHRUN, "--resume", f"--out={folder}", total_updates=1000)
     wait_for(folder / "checkpoints" / "update_000004", process)
     ranks = ranks_of(process)

@@ -37,7 +37,7 @@ LENGTH = 128  # tokens of a prompt and its reply
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A policy far from uniform. Its heads are 32 wide, as vLLM's attention on a CPU requires."""
+    """A policy that is far from uniform. Its heads are 32 wide, as vLLM's attention on a CPU requires."""
     base = tiny_base(tuple(WORDS), d_model=64, heads=2, intermediate=64, max_length=256)
     with torch.no_grad():
         for weight in base.model.parameters():

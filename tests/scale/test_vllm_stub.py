@@ -32,7 +32,7 @@ class StubEngine:
     """Stands in for vllm.LLM and its llm_engine.
 
     It records its settings and calls, and keeps the lora_B weights of each loaded adapter. It answers every
-    prompt with `reply`. If that has no log-probs, each token gets minus its id.
+    prompt with `reply`. Without log-probs in `reply`, the log-prob of a token is minus its id.
     """
 
     def __init__(self, **settings):
@@ -191,14 +191,14 @@ def test_reset_clears_the_prefix_cache_of_a_started_engine(engines, policy):
         sampler.reset()
 
 
-def test_each_row_has_its_own_seed_and_every_setting_is_given(engines, policy):
+def test_each_row_has_its_own_seed_and_every_setting_is_explicit(engines, policy):
     sampler, seeds = VLLMSampler(64, 0.4), []
     for seed in (0, 1, 0):
         sample(sampler, policy, [[5, 6]] * 8, seed=seed, temperature=0.7, max_tokens=9)
         seeds.append([params.seed for params in engines[0].params[-1]])
     assert seeds[0] == seeds[2] and len(set(seeds[0] + seeds[1])) == 16
     sample(sampler, policy, [[5, 6]] * 3, temperature=0.7, max_tokens=9)
-    assert [params.seed for params in engines[0].params[-1]] == seeds[0][:3]  # whatever the other rows
+    assert [params.seed for params in engines[0].params[-1]] == seeds[0][:3]  # independent of the other rows
     params = vars(engines[0].params[0][0])
     del params["seed"]
     assert params == {
@@ -260,7 +260,7 @@ def test_refused_calls_do_not_start_the_engine(engines, policy):
         sample(sampler, policy, [[5], [5] * 10], max_tokens=7)
     with pytest.raises(ValueError, match="no tokens"):
         sample(sampler, policy, [[5], []])
-    with pytest.raises(ValueError, match="full weights would go stale"):
+    with pytest.raises(ValueError, match="full weights would be out of date"):
         sample(sampler, make_policy(rank=0))
     with pytest.raises(ValueError, match="save it first"):
         sample(sampler, make_policy())
