@@ -14,8 +14,12 @@ Two contexts, with user messages M0, M1, ... and replies R0, R1, ...:
   "window"  each prompt is one new message that repeats the last turns as text:    M0 | M1 | M2 | ...
   "full"    each prompt extends the last prompt and reply:    M0 | M0 R0 M1 | M0 R0 M1 R1 M2 | ...
 
-Text from an environment or a model is data: a control token that is written in it stays plain text. Sampled
-token ids are never decoded and encoded again, so the loss sees exactly the tokens that were sampled.
+Text from an environment or a model is data: a control token that is written in it stays plain text, whatever
+flags the tokenizer gives that token. Sampled token ids are never decoded and encoded again, so the loss sees
+exactly the tokens that were sampled.
+
+Some templates open the model's reasoning at the end of each prompt, for example with "<think>\n". The reply
+then begins inside the reasoning. `Chat.opened` is what the prompt has opened.
 
 Left out: tool calls and images. A template that rewrites earlier turns, for example to drop their reasoning,
 is used only for what it puts between turns; the turns stay as they were.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -89,34 +94,64 @@ def _admissible(view: View) -> str:
     return "Admissible actions: " + ", ".join(f"'{action}'" for action in view.admissible) + "." + hint
 
 
-def reply_text(style: str, action: str) -> str:
-    """Write the reply of a demonstration that takes this action. `parse_action` reads the action back."""
+def reply_text(style: str, action: str, opened: str = "") -> str:
+    """Write the reply of a demonstration that takes this action. `parse_action` reads the action back.
+
+    opened: the reasoning tag that the prompt ends with. The reply does not open it again, but closes it.
+    """
+    tag = opened.strip() or "<think>"
+    close = tag[0] + "/" + tag[1:]
     if style == "short":
-        return action
-    return f"<think>I take the next step towards the goal.</think><action>{action}</action>"
+        return close + action if opened else action
+    return f"{'' if opened else tag}I take the next step towards the goal.{close}<action>{action}</action>"
 
 
-def parse_action(style: str, reply: str) -> tuple[str, bool]:
+# Reasoning tags: <think>, <thinking>, <seed:think>, <chain_of_thought>, <|begin_of_thought|>, [THINK],
+# <|channel|>analysis and so on. An opening tag counts even if its ">" is missing.
+REASONING = (
+    r"(?:[^\W_]+[:._-])*"  # the parts of the name before the last, for example "chain_of_"
+    r"(?:think|thinking|thoughts?|reason|reasoning|rationale|reflect|reflection|analysis|scratch_?pad"
+    r"|monologue|plan|planning|cot)(?![^\W_])"
+)
+OPENS = re.compile(
+    rf"(?i)<\|?\s*(?!end_){REASONING}(?!\s*/>)|(?<!\w)\[think\]|◁think▷|<\|channel\|?>\s*(?:thought|analysis)"
+)
+CLOSES = re.compile(
+    rf"(?i)<\|?\s*(?:/\s*|end_){REASONING}[^<>]*>|\[/think\]|◁/think▷|<channel\|>|<\|channel\|>\s*final"
+)
+
+
+def _open_reasoning(text: str) -> str:
+    """Return the end of the text from a reasoning tag that it leaves open, or ""."""
+    start = max((match.start() for match in OPENS.finditer(text)), default=len(text))
+    return "" if CLOSES.search(text, start) else text[start:]
+
+
+def parse_action(style: str, reply: str, opened: str = "") -> tuple[str, bool]:
     """Read the action of a reply. Returns (action, True), or ("", False) if the reply is invalid.
 
     "think": the reply must have exactly one closed <action></action> block, outside and after the reasoning.
     "short": the whole reply is the action. The action is lower-cased and its whitespace is normalised.
+    opened: the reasoning tag that the prompt ends with (`Chat.opened`). The reply must close it.
 
     An empty action is invalid, and so is an action with the beginning of a tag or of a template: "<" before a
     letter or most signs, as in "search[<your query>]". "click[< prev]" and "search[laptop <$500]" are valid.
     A valid action need not be admissible; the environment answers it.
     """
-    text = reply.lower()
+    text = (opened + reply).lower()
     if style != "short":
         if text.count("<action>") != 1 or text.count("</action>") != 1:
             return "", False
         before, _, text = text.partition("<action>")
         text, closed, after = text.partition("</action>")
-        in_reasoning = before.rfind("<think>") > before.rfind("</think>") or "think>" in after
-        if not closed or in_reasoning:
+        if not closed or _open_reasoning(before) or OPENS.search(after) or CLOSES.search(after):
             return "", False
+    elif opened:
+        text = CLOSES.split(text)[-1] if CLOSES.search(text) else ""
     action = " ".join(text.split())
-    if not action or re.search(r"<[^\s\d$€£=.+-]", action):
+    signs = re.findall(r"<([^\s\d=.+-])", action)
+    has_tag = any(unicodedata.category(sign) != "Sc" for sign in signs)  # Sc: a currency, as in "<$500"
+    if not action or has_tag:
         return "", False
     return action, True
 
@@ -132,26 +167,47 @@ USER, SYSTEM, REPLY, LATER = "RSPOuserRSPO", "RSPOsystemRSPO", "RSPOreplyRSPO", 
 class Glue:
     """The token ids that a chat template puts around and between the texts of a conversation.
 
-    Without a system message:  start USER generate REPLY between USER generate REPLY ...
-    With a system message:     opening[0] SYSTEM opening[1] USER generate REPLY ...
+    Without a system message:  start USER generate header REPLY between USER generate header REPLY ...
+    With a system message:     opening[0] SYSTEM opening[1] USER generate header REPLY ...
     """
 
     start: list[int]
     generate: list[int]
+    header: list[int]  # what a model writes before its text, for example a channel; most templates have none
     between: list[int]
     opening: tuple[list[int], list[int]] | None  # None: the template has no system message
+    opened: str  # the end of the text of `generate`, from a reasoning tag that it leaves open, or ""
 
 
 def _render(tokenizer, messages: list[tuple[str, str]]) -> str:
-    """Render (role, text) messages and the generation prompt. Templates that ask for the date get TODAY."""
+    """Render (role, text) messages and the generation prompt. Templates that ask for the date get TODAY.
+
+    Raises ValueError if the template refuses the messages or is damaged.
+    """
+    from jinja2 import TemplateError
+
     clock = f"{{% macro strftime_now(format) %}}{TODAY}{{% endmacro %}}"
-    return tokenizer.apply_chat_template(
-        [{"role": role, "content": text} for role, text in messages],
-        chat_template=clock + tokenizer.get_chat_template(),
-        tokenize=False,
-        add_generation_prompt=True,
-        date_string=TODAY,
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": role, "content": text} for role, text in messages],
+            chat_template=clock + tokenizer.get_chat_template(),
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=TODAY,
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template cannot be rendered ({' '.join(str(error).split())})") from error
+
+
+def _cut(rendered: str, *sentinels: str) -> list[str]:
+    """Split a rendered conversation at its texts. Raises ValueError unless each occurs once, in order."""
+    parts = []
+    for sentinel in sentinels:
+        part, found, rendered = rendered.partition(sentinel)
+        if not found or sentinel in rendered:
+            raise ValueError("the chat template does not show the text of each message once, in order")
+        parts.append(part)
+    return [*parts, rendered]
 
 
 def _glue_of(tokenizer) -> Glue:
@@ -159,47 +215,86 @@ def _glue_of(tokenizer) -> Glue:
 
     Raises ValueError if the template does not close an assistant turn with a control token.
     """
-    from jinja2 import TemplateError
 
     def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
-    opened = _render(tokenizer, [("user", USER)])
-    start, generate = opened.split(USER)
+    start, generate = _cut(_render(tokenizer, [("user", USER)]), USER)
     answered = _render(tokenizer, [("user", USER), ("assistant", REPLY), ("user", LATER)])
-    between = answered.split(REPLY)[1].split(LATER)[0]
+    _, turn, between, _ = _cut(answered, USER, REPLY, LATER)
     try:
         instructed = _render(tokenizer, [("system", SYSTEM), ("user", USER)])
-    except TemplateError:  # the template refuses the role
-        instructed = ""
-    opening = None
-    if SYSTEM in instructed:
-        before, after = instructed.split(USER)[0].split(SYSTEM)
+        before, after, _ = _cut(instructed, SYSTEM, USER)
         opening = encode(before), encode(after)
+    except ValueError:  # the template refuses the role, or leaves it out
+        opening = None
 
-    glue = Glue(encode(start), encode(generate), encode(between), opening)
     control_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    if not glue.between or glue.between[0] not in control_ids:
+    header = turn.removeprefix(generate) if turn.startswith(generate) else ""
+    header_ids = encode(header)
+    if OPENS.search(header) or not control_ids.intersection(header_ids):
+        header_ids = []  # an empty reasoning that the template adds to earlier turns, or blanks
+
+    between_ids = encode(between)
+    if not between_ids or between_ids[0] not in control_ids:
         raise ValueError(
             "the chat template does not close an assistant turn with a control token: "
             f"after a reply it puts {between!r}"
         )
-    return glue
+    opened = _open_reasoning(generate)
+    return Glue(encode(start), encode(generate), header_ids, between_ids, opening, opened)
 
 
-def _plain_codec(tokenizer, cached: bool) -> tuple[Callable, Callable]:
-    """Return encode(text) -> token ids and decode(token ids) -> text, for plain text; ids are tuples."""
+def control_tokens(tokenizer, glue: Glue) -> dict[int, str]:
+    """Return the added tokens that may not come from a text, by id: all but words and whitespace.
+
+    Words and whitespace belong to ordinary text, unless they are special or the template uses the word.
+    """
+    special_ids = set(tokenizer.all_special_ids)
+    template_ids = {*glue.start, *glue.generate, *glue.header, *glue.between, *sum(glue.opening or (), [])}
+    control = {}
+    for i, token in tokenizer.added_tokens_decoder.items():
+        is_word = re.fullmatch(r"\w+", token.content) and i not in template_ids
+        if token.special or i in special_ids or not (is_word or token.content.isspace()):
+            control[i] = token.content
+    return control
+
+
+def plain_encoder(tokenizer, control: dict[int, str]) -> Callable[[str], tuple[int, ...]]:
+    """Return encode(text) -> token ids without control tokens.
+
+    `split_special_tokens` lets a slow tokenizer match no added token, but a fast one still matches those
+    without the special flag. So a fast tokenizer is built anew around the same model.
+    """
+    from tokenizers import Tokenizer
+
+    # Any text may become <unk>, or bytes such as <0x0A>
+    forged = {i for i, text in control.items() if i != tokenizer.unk_token_id and text[:3] != "<0x"}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        plain = Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            plain.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = backend.pre_tokenizer
+        words = {i: token for i, token in backend.get_added_tokens_decoder().items() if i not in control}
+        plain.add_tokens([words[i] for i in sorted(words)])
+        own_ids = {plain.token_to_id(token.content): i for i, token in words.items()}
 
     def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        if backend is None:
+            ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        else:
+            ids = [own_ids.get(i, i) for i in plain.encode(text, add_special_tokens=False).ids]
+        if forged.isdisjoint(ids):
+            return tuple(ids)
+        spelled = []  # a unigram model has its control tokens among its pieces, and finds them in the text
+        for i in ids:
+            letters = tokenizer.convert_tokens_to_ids(list(control[i])) if i in forged else [i]
+            spelled += [letter for letter in letters if letter is not None]
+        return tuple(spelled)
 
-    def decode(ids: tuple[int, ...]) -> str:
-        return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-
-    if not cached:
-        return encode, decode
-    remember = functools.lru_cache(maxsize=2**16)
-    return remember(encode), remember(decode)
+    return encode
 
 
 class Chat:
@@ -208,22 +303,36 @@ class Chat:
     The template is rendered only once (`Glue`). Texts are encoded separately from it and from each other.
 
     stop_ids: token ids that end a reply, sorted. end_id: the one that the template puts after a reply.
+    opened: the reasoning tag that each prompt leaves open, for example "<think>\n", or "".
     """
 
     def __init__(self, tokenizer, stop_ids: Iterable[int] = ()):
-        """stop_ids: further token ids that end a reply, beside the template's and the tokenizer's own."""
+        """stop_ids: further token ids that end a reply, beside the template's and the tokenizer's own.
+
+        Raises ValueError if the chat template cannot be used.
+        """
         self.tokenizer = tokenizer
         self._glue = _glue_of(tokenizer)
+        self.opened = self._glue.opened
         self.end_id = self._glue.between[0]
         ends = {self.end_id, *stop_ids}
         if tokenizer.eos_token_id is not None:
             ends.add(tokenizer.eos_token_id)
         self.stop_ids = sorted(ends)
         self.pad_id = self.stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        control = control_tokens(tokenizer, self._glue)
+        self._tags = {}  # the reasoning tags that are tokens of this model
+        for token, text in control.items():
+            if OPENS.match(text) or CLOSES.match(text):
+                self._tags[text] = token
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._word_level = backend is not None and type(backend.model).__name__ == "WordLevel"
-        # The short texts of a word-level tokenizer recur. Longer texts do not, and would only fill the cache.
-        self._encode, self._decode = _plain_codec(tokenizer, cached=self._word_level)
+        self._encode = plain_encoder(tokenizer, control)
+        self._decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        if self._word_level:
+            # Short texts of a word-level tokenizer recur. Longer texts do not, and would only fill the cache.
+            remember = functools.lru_cache(maxsize=2**16)
+            self._encode, self._decode = remember(self._encode), remember(self._decode)
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text. A control token that is written in it becomes ordinary tokens."""
@@ -233,7 +342,10 @@ class Chat:
         return [token for part in re.split(r"(?=\|)", text) for token in self._encode(part)]
 
     def decode(self, ids: list[int]) -> str:
-        """Decode token ids to text, without stop tokens."""
+        """Decode the token ids of a reply to its text, without its header and its stop tokens."""
+        header = self._glue.header
+        if header and ids[: len(header)] == header:
+            ids = ids[len(header) :]
         return self._decode(tuple(i for i in ids if i not in self.stop_ids))
 
     def first(self, user: str, system: str | None = None) -> list[int]:
@@ -252,16 +364,26 @@ class Chat:
     def extend(self, action_ids: list[int], user: str) -> list[int]:
         """Encode what follows a prompt and its reply: the end of the reply and the next user turn.
 
-        action_ids: the sampled reply. Its end is added only if it was not sampled.
+        action_ids: the sampled reply. The template's end of a turn is added unless the reply ends with it.
+        Another stop token does not take its place.
         """
         between = self._glue.between
-        if action_ids and action_ids[-1] in self.stop_ids:
+        if action_ids and action_ids[-1] == self.end_id:
             between = between[1:]
         return [*between, *self.encode(user), *self._glue.generate]
 
     def reply(self, text: str) -> list[int]:
-        """Encode a whole reply: its text and the token that ends it."""
-        return [*self.encode(text), self.end_id]
+        """Encode a whole reply as the model would write it: its header, its text and the token that ends it.
+
+        The text comes from this program, so its reasoning tags become the model's own tokens if it has them.
+        """
+        ids = list(self._glue.header)
+        parts = [text]
+        if self._tags:
+            parts = re.split("(" + "|".join(map(re.escape, self._tags)) + ")", text)
+        for part in parts:
+            ids += [self._tags[part]] if part in self._tags else self.encode(part)
+        return [*ids, self.end_id]
 
 
 # --- prompts of an episode ----------------------------------------------------------------------------------
@@ -277,6 +399,14 @@ class Dialogue:
     history: int  # window context: number of past (observation, action) pairs in a prompt
     max_prompt_tokens: int
     max_new_tokens: int
+
+    def read(self, action_ids: list[int]) -> tuple[str, bool]:
+        """Read the action of a sampled reply. Returns (action, True), or ("", False) if it is invalid."""
+        return parse_action(self.style, self.chat.decode(action_ids), self.chat.opened)
+
+    def reply(self, action: str) -> list[int]:
+        """Encode the reply of a demonstration that takes this action."""
+        return self.chat.reply(reply_text(self.style, action, self.chat.opened))
 
     def window_prompt(self, view: View, past: list[tuple[str, str]]) -> list[int]:
         """Encode one message with the last turns of `past`, as many as `history` and the limit allow.

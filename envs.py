@@ -28,6 +28,10 @@ from games.alfworld_player import Notebook, Walkthrough
 
 SEARCH = "search[<your query>]"  # an action to fill in; the wording is verl-agent's
 
+# Words and signs without information in the texts of Household and AlfWorld. No action contains one.
+SILENT_WORDS = ("a", "an", "the", "you", "see", "and", "is", "are", "it", "of", "middle", "room", "looking")
+SILENT_WORDS += ("quickly", "around", "arrive", "at", "on", "in", ",", ".")
+
 
 @dataclass(frozen=True)
 class View:
@@ -69,6 +73,7 @@ class Env(Protocol):
     step_limit: int  # the default number of turns per episode
     eval_splits: tuple[str, ...]  # the held-out splits, the default one first; "train" is the other split
     vocabulary: tuple[str, ...] | Corpus | None  # all words of the environment; None if they are unknown
+    silent_words: tuple[str, ...]  # words that the tiny model does not read; optional, none by default
     look_around: str  # an action of little use in the current state, for demonstrations that hesitate
     fingerprint: str  # identifies the games: a run can only be resumed on the same games
 
@@ -98,6 +103,7 @@ class Household:
     step_limit = household.STEP_LIMIT
     eval_splits = ("eval",)
     vocabulary = household.VOCABULARY
+    silent_words = SILENT_WORDS
     look_around = "look"
     fingerprint = str(household.SIZES)
 
@@ -151,6 +157,7 @@ class AlfWorld:
     task_types = tuple(columns.values())
     step_limit = 50
     eval_splits = ("valid_seen", "valid_unseen")
+    silent_words = SILENT_WORDS
     look_around = "look"
 
     def __init__(self, data: str | None = None):

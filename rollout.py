@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from buffer import Group, Step, StopReason, Trajectory
-from chat import NO_ACTION, Dialogue, first_message, next_message, parse_action
+from chat import NO_ACTION, Dialogue, first_message, next_message
 from envs import Env, View
 from sampler import Sample, Sampler
 from scale import distributed
@@ -87,8 +87,7 @@ class Episode:
         """
         action, valid = "", False
         if sample.stopped:
-            text = self.dialogue.chat.decode(sample.token_ids)
-            action, valid = parse_action(self.dialogue.style, text)
+            action, valid = self.dialogue.read(sample.token_ids)
         step = Step(
             prompt_ids=self.prompt_ids,
             action_ids=sample.token_ids,

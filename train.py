@@ -89,7 +89,7 @@ import torch
 import rspo
 from buffer import ReplayBuffer, Trajectory
 from chat import Dialogue
-from demo.tiny_model import tiny_tokenizer
+from demo.tiny_model import silent_words_of, tiny_tokenizer
 from demo.warm_start import demonstrations
 from policy import Policy
 from record import report
@@ -361,7 +361,8 @@ def show_plan(args: Args) -> None:
             return plan.shape_of(model)
 
     if args.model == "tiny":
-        words, heads = len(tiny_tokenizer(env_maker(args)().vocabulary)), args.tiny_heads
+        env, heads = env_maker(args)(), args.tiny_heads
+        words = len(tiny_tokenizer(env.vocabulary, silent_words_of(env)))
         model = plan.qwen(args.tiny_width, 2 * args.tiny_width, args.tiny_layers, heads, heads, words)
     else:
         model = shape_of("model", args.model)

@@ -320,7 +320,8 @@ def make_model(folder: str, shape: plan.Shape, device: str) -> None:
     """Save a Qwen2 of random weights, drawn on the device. Ids beyond the tokenizer's decode to nothing."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    tokenizer = tiny_tokenizer(make_env("household").vocabulary)
+    env = make_env("household")
+    tokenizer = tiny_tokenizer(env.vocabulary, env.silent_words)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     config = Qwen2Config(
         vocab_size=shape.vocab,

@@ -1,23 +1,23 @@
 """The tiny model: a small Qwen2 with random weights and a tokenizer for the words of one environment.
 
 It shows the method on a CPU in minutes. An environment with a closed vocabulary (a tuple of its words and
-phrases) gets one token per word. An environment with an open vocabulary (`Corpus`) gets byte-level BPE.
+phrases) gets one token per word. An environment with an open vocabulary (`Corpus`) gets byte-level BPE. The
+tokenizer of a closed vocabulary removes the environment's `silent_words` from every text.
 """
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 
 import torch
 
-from chat import Chat
-from envs import Corpus
+from chat import Chat, parse_action
+from envs import Corpus, Env, EnvironmentCrashed
 from model import Base, cast
 
 CONTROL = ["<pad>", "<unk>", "<user>", "<assistant>", "<end>"]
-
-# Words without information for the tiny model: they are removed from its prompts. No action contains one.
-SILENT = r"\b(?:a|an|the|you|see|and|is|are|it|of|middle|room|looking|quickly|around|arrive|at|on|in)\b|[,.]"
 
 UNIT = r"go to|[a-z]+ \d+|[a-z]+|\d+|[^\sa-z\d]"  # "mug 1" is one token, and so is the verb "go to"
 
@@ -28,13 +28,19 @@ TINY_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(vocabulary: tuple[str, ...] | Corpus):
-    """Build the tokenizer: one token per word for a closed vocabulary, byte-level BPE for a `Corpus`."""
+def tiny_tokenizer(vocabulary: tuple[str, ...] | Corpus, silent_words: tuple[str, ...] = ()):
+    """Build the tokenizer: one token per word for a closed vocabulary, byte-level BPE for a `Corpus`.
+
+    silent_words: words and signs that are removed from every text; ignored for a `Corpus`.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    is_open = isinstance(vocabulary, Corpus)
+    if isinstance(vocabulary, Corpus):
+        tokenizer = _subword_tokenizer(vocabulary)
+    else:
+        tokenizer = _word_tokenizer(vocabulary, silent_words)
     return PreTrainedTokenizerFast(
-        tokenizer_object=_subword_tokenizer(vocabulary) if is_open else _word_tokenizer(vocabulary),
+        tokenizer_object=tokenizer,
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<end>",
@@ -44,19 +50,32 @@ def tiny_tokenizer(vocabulary: tuple[str, ...] | Corpus):
     )
 
 
-def _word_tokenizer(vocabulary: tuple[str, ...]):
+def _word_tokenizer(vocabulary: tuple[str, ...], silent_words: tuple[str, ...]):
     """Build a tokenizer with one token per word or named thing ("mug 1"). Unknown words become <unk>."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+    silence = _silence(silent_words)
     words = set()
     for text in vocabulary:
-        words.update(re.findall(UNIT, re.sub(SILENT, " ", text.lower())))
+        words.update(re.findall(UNIT, re.sub(silence, " ", text.lower())))
     ids = {word: i for i, word in enumerate(CONTROL + sorted(words))}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    silence = normalizers.Replace(Regex(SILENT), " ")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), silence])
+    removal = normalizers.Replace(Regex(silence), " ")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), removal])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(UNIT), "removed", invert=True)
     return tokenizer
+
+
+def _silence(silent_words: tuple[str, ...]) -> str:
+    """Return a regular expression that matches these words and signs."""
+    words = [re.escape(word) for word in silent_words if len(word) > 1 or word.isalnum()]
+    signs = [word for word in silent_words if len(word) == 1 and not word.isalnum()]
+    choices = []
+    if words:
+        choices.append(r"\b(?:" + "|".join(words) + r")\b")
+    if signs:
+        choices.append("[" + re.sub(r"([]^\\-])", r"\\\1", "".join(signs)) + "]")
+    return "|".join(choices) or "(?!)"  # the last one matches nothing
 
 
 def _subword_tokenizer(corpus: Corpus):
@@ -93,8 +112,43 @@ def _subword_tokenizer(corpus: Corpus):
     return tokenizer
 
 
+def silent_words_of(env: Env) -> tuple[str, ...]:
+    """Return the words that the tiny model does not read in this environment's texts."""
+    return getattr(env, "silent_words", ())
+
+
+def check_actions(chat: Chat, env: Env, games: int = 3, turns: int = 10) -> None:
+    """Raise ValueError if an action of the first games does not survive the tokens.
+
+    The environment would get another action than the model has chosen.
+    """
+    for action in _seen_actions(env, games, turns):
+        intended, typable = parse_action("short", action)
+        written = chat.decode(chat.reply(action))
+        if typable and parse_action("short", written)[0] != intended:
+            raise ValueError(
+                f"--env {env.name}: the tiny model can write its action {intended!r} only as {written!r}; "
+                "correct the environment's vocabulary and silent_words, or give a language model with --model"
+            )
+
+
+def _seen_actions(env: Env, games: int, turns: int) -> dict[str, None]:
+    """Play random actions in the first games and return all admissible actions. Crashes end a game."""
+    rng, seen = random.Random(0), {}
+    for game in range(min(games, env.size("train"))):
+        with contextlib.suppress(EnvironmentCrashed):
+            view = env.reset("train", game)
+            for _ in range(turns):
+                seen |= dict.fromkeys(view.admissible)
+                if view.done or not view.admissible:
+                    break
+                view = env.step(rng.choice(view.admissible))
+    return seen
+
+
 def tiny_base(
     vocabulary: tuple[str, ...] | Corpus,
+    silent_words: tuple[str, ...] = (),
     *,
     d_model: int = 64,
     layers: int = 2,
@@ -109,11 +163,11 @@ def tiny_base(
 ) -> Base:
     """Make a Qwen2 of these sizes with random weights, and its tokenizer.
 
-    vocabulary: an environment's `vocabulary`. max_length: tokens of the longest prompt and reply together.
+    vocabulary, silent_words: an environment's. max_length: tokens of the longest prompt and reply together.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = tiny_tokenizer(vocabulary)
+    tokenizer = tiny_tokenizer(vocabulary, silent_words)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=d_model,

@@ -32,7 +32,7 @@ PAD, END, USER, AGENT, LEFT, RIGHT = range(6)  # ids of the first words
 class ToyChat:
     """A tokenizer of whole words, with chat turns `<user> ... <agent> ... <end>`. Stands in for chat.Chat."""
 
-    pad_id = PAD
+    pad_id, opened = PAD, ""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the words; semicolons are dropped."""

@@ -74,7 +74,7 @@ class NoisyPlayer:
 
     def reply(self, action: str) -> Sample:
         """Encode the reply that takes this action."""
-        ids = self.dialogue.chat.reply(reply_text(self.dialogue.style, action))
+        ids = self.dialogue.reply(action)
         return Sample(ids, [0.0] * len(ids), stopped=True)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from buffer import Trajectory
-from demo.tiny_model import tiny_base
+from demo.tiny_model import check_actions, silent_words_of, tiny_base
 from demo.warm_start import warm_start
 from flags import Args, UsageError, env_maker
 from model import load_base
@@ -80,8 +80,10 @@ def load_start(args: Args, folder: Path | None):
     with usage_error():
         if args.model != "tiny":
             return load_base(args.model, **settings)
-        return tiny_base(
-            env_maker(args)().vocabulary,
+        env = env_maker(args)()
+        base = tiny_base(
+            env.vocabulary,
+            silent_words_of(env),
             d_model=args.tiny_width,
             layers=args.tiny_layers,
             heads=args.tiny_heads,
@@ -90,6 +92,8 @@ def load_start(args: Args, folder: Path | None):
             seed=args.seed,
             **settings,
         )
+        check_actions(base.chat, env)
+        return base
 
 
 def demonstrator(args: Args) -> str:

@@ -256,7 +256,7 @@ def test_the_vocabulary_contains_every_word_of_an_episode(few_games):
     from demo.tiny_model import tiny_tokenizer
 
     env = AlfWorld(few_games)
-    chat = Chat(tiny_tokenizer(env.vocabulary))
+    chat = Chat(tiny_tokenizer(env.vocabulary, env.silent_words))
     unknown = chat.tokenizer.unk_token_id
     for text in RARE_ANSWERS:
         assert unknown not in chat.encode(text), text

@@ -63,7 +63,7 @@ class Dealt:
 def make(context, rank, group_size=4):
     """Make a policy with a critic, far from uniform, and a world. Prompts of the full context are cut."""
     env = make_env("household")
-    base = tiny_base(env.vocabulary, d_model=16, layers=1, heads=2, intermediate=32)
+    base = tiny_base(env.vocabulary, env.silent_words, d_model=16, layers=1, heads=2, intermediate=32)
     with torch.no_grad():
         for weight in base.model.parameters():
             weight.mul_(2.0 if weight.ndim == 2 else 1.0)

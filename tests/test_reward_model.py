@@ -31,7 +31,7 @@ both_contexts = pytest.mark.parametrize("context", ["window", "full"])
 
 def tiny_base(seed=0, words=WORDS):
     sizes = {"d_model": 16, "layers": 2, "heads": 2, "intermediate": 32}
-    return demo.tiny_model.tiny_base(words, **sizes, seed=seed, device=DEVICE)
+    return demo.tiny_model.tiny_base(words, ("on",), **sizes, seed=seed, device=DEVICE)
 
 
 def make_reward_model(base=None, random_head=False, **settings):
