@@ -63,7 +63,10 @@ TOY = train.Pieces(
     ),
     make_world=lambda args, chat, seed: toy_world(args.episodes_per_task, args.context, seed=seed),
     make_policy=lambda args, base: SavedToy(),
+    load_reward_model=lambda args, base: None,
     make_reward_model=lambda *_: CountingScorer(),
+    of_base=lambda base: {"model weights": "toy"},
+    of_reward_model=lambda model: {"step reward model": "toy"},
     draw_curves=lambda lines, path, title: None,
 )
 
@@ -95,7 +98,9 @@ def story(folder):
     lines = [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
     newest = checkpoint.read(checkpoint.listed(folder)[-1])
     tensors = {file: {key: t.tolist() for key, t in part.items()} for file, part in newest.tensors.items()}
-    state = {key: value for key, value in newest.state.items() if key not in ("seconds", "sizes")}
+    state = {
+        key: value for key, value in newest.state.items() if key not in ("seconds", "sizes", "metrics_sha256")
+    }
     return lines, read_lines(folder / "transcripts.jsonl"), tensors, state
 
 
