@@ -152,13 +152,14 @@ def explained_endings(command: str = ""):
         sys.exit(status)
 
 
-def end_hanging_run(why: str) -> None:
+def end_hanging_run(why: str, command: str = "") -> None:
     """Print why the run ends, and end this process from a thread. torchrun then ends the other ranks."""
-    speaker = threading.Thread(target=distributed.print_once, args=[f"error: {why}"], daemon=True)
+    text = f"error: {why}" + (f"; resume with: {command}" if command else "")
+    speaker = threading.Thread(target=distributed.print_once, args=[text], daemon=True)
     speaker.start()
-    speaker.join(30)  # it cannot speak if the rank that hangs also hosts the store
-    if speaker.is_alive():
-        print(f"error: {why}", file=sys.stderr, flush=True)
+    speaker.join(30)
+    if speaker.is_alive():  # the rank that hangs hosts the store, where the ranks agree on who prints
+        print(text, file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -279,6 +280,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
     ranks = distributed.world_size()
     launcher = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
     command = f"{launcher} train.py --resume --out {shlex.quote(str(folder))}"
+    distributed.watch(args.rank_timeout, functools.partial(end_hanging_run, command=command))
     with explained_endings(command):
         with usage_error(f"--out {folder}: "):
             lock = checkpoint.lock(folder) if distributed.rank() == 0 else contextlib.nullcontext()
@@ -360,6 +362,7 @@ def evaluate_only(args: Args, newest: Path | None) -> None:
     if merged and make_once(folder / "start", list, lambda _: base):
         base = load_start(args, folder)
     policy = make_policy(args, base)
+    distributed.watch(args.rank_timeout, end_hanging_run)
     started, panels, name = time.perf_counter(), {}, newest.name if newest else args.model
     with contextlib.closing(make_world(args, base.chat, args.seed)) as world:
         if saved:
@@ -426,7 +429,6 @@ def main(argv: list[str] | None = None, checked=None, pieces: Pieces = PIECES) -
         with usage_error():
             distributed.start()
         args, newest = checked or read_flags_on_ranks(argv)
-        distributed.watch(args.rank_timeout, end_hanging_run)
         distributed.wait()  # no rank may make the run folder while another still checks that it is new
         if args.plan:
             show_plan(args)

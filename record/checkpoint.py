@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ASIDE = ".unfinished-"  # prefix of the names of unfinished files and folders
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+FILES = ("run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curves.png", "eval.json")
 
 
 @dataclass
@@ -224,20 +225,22 @@ def read(path: Path) -> Checkpoint:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ValueError unless the run folder, which may be missing, and its logs can be written."""
+    """Raise ValueError unless the run folder, which may be missing, and the files in it can be written."""
     present = folder
     while not present.exists() and present != present.parent:
         present = present.parent
     if not present.is_dir():
-        raise ValueError(
-            "is a file; give a folder" if present == folder else f"{present} is a file; give a folder"
-        )
-    files = ("metrics.jsonl", "transcripts.jsonl", "checkpoints")
-    for path in (present, *(folder / name for name in files)):
-        if path.exists() and not os.access(path, os.W_OK | (os.X_OK if path.is_dir() else 0)):
-            raise ValueError(f"{path} cannot be written; change its permissions, or give another folder")
+        where = "" if present == folder else f"{present} "
+        raise ValueError(f"{where}is a file; give a folder")
+    files = [folder / name for name in FILES]
+    for path in files:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; remove it")
     if (folder / "checkpoints").is_file():
         raise ValueError(f"{folder / 'checkpoints'} is a file; remove it")
+    for path in (present, folder / "checkpoints", *files):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path} cannot be written; change its permissions, or give another folder")
 
 
 def check_new_folder(folder: Path) -> None:

@@ -104,13 +104,16 @@ def changed_parts(saved: dict, found: dict) -> list[str]:
 def check(args: Args, saved: Checkpoint | None, parts: dict) -> None:
     """Raise UsageError if fingerprints of loaded models differ from the checkpoint's, or between ranks."""
     if saved and (changed := changed_parts(saved.state.get("identity", {}), parts)):
-        flag, where = f"--out {args.out}", "in the run folder"
+        flag, why = f"--out {args.out}", "in the run folder changed since the run was trained"
         if "step reward model" in changed and args.reward_model:
-            flag, where = f"--reward_model {args.reward_model}", "there"
-        elif args.model != "tiny" and not Path(args.out, "start").is_dir():
-            flag, where = f"--model {args.model}", "there"
-        why = f"the {' and '.join(changed)} {where} changed since the run was trained with it"
-        raise UsageError(f"{flag}: {why}; put the old files back, or start a new run")
+            flag, why = f"--reward_model {args.reward_model}", "there changed since the run was trained"
+        elif not Path(args.out, "start").is_dir():
+            flag, why = f"--model {args.model}", "there changed since the run was trained"
+            if args.warm_start:
+                flag, why = f"--out {args.out}", "cannot be loaded: start/ is missing"
+        raise UsageError(
+            f"{flag}: the {' and '.join(changed)} {why}; put the old files back, or start a new run"
+        )
     for number, found in enumerate(distributed.gather([parts])):
         if changed := changed_parts(parts, found):
             why = f"differs between ranks {distributed.rank()} and {number}; give all ranks the same files"

@@ -75,7 +75,7 @@ def _stop(*_) -> None:
 
 def _stop_once() -> None:
     """Ignore further SIGTERMs, so that this rank can print its error before it ends."""
-    if world_size() > 1:
+    if world_size() > 1 and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
