@@ -5,11 +5,11 @@ checkpoint's state therefore also holds fingerprints of the starting model, its 
 and the step reward model, and the value of every flag.
 
 Fingerprints are taken of what was loaded, not of files: a hub cache or a folder may move, and a file may be
-written again with the same content. Of each tensor they hold name, type, shape, the sum of all its bits read
-as integers, and the bits of 4,096 elements. The sum is exact on every device and with any number of threads,
-so every changed weight counts; the elements show a change of order. A 7B model takes milliseconds on a GPU
-and some ten seconds on a CPU core, where sha256 would take a minute. Left out: protection against somebody
-who makes a model with the same fingerprint on purpose.
+written again with the same content. Of each tensor they hold name, type, shape, the sum of its 64-bit words
+modulo 2^64, and the bits of 4,096 elements. The sum is exact on every device and with any number of threads,
+so every changed weight counts; the elements show a change of order. A 7B model in bf16 takes a second on a CPU
+core, and less on a GPU. Left out: protection against somebody who makes a model with the same
+fingerprint on purpose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from record.checkpoint import Checkpoint
 from scale import distributed
 
 ELEMENTS = 4096  # per tensor, at equal distances
-CHUNK = 2**24  # elements that are summed at a time: the CPU casts them to int64 first
 VOLATILE = ("dtype", "torch_dtype", "transformers_version")  # keys that change with the package
 PROBE = """It's 7 o'clock: "I'm at desk 1",\tshe said — naïve façade, £50.00, 12,345 km², [Search].
     def f(x): return x ** 2  # Größe, 東京, Привет, 🙂; don't  stop\r\n<action>go to cabinet 12</action>"""
@@ -38,14 +37,17 @@ def of_tensors(tensors: Mapping[str, object]) -> str:
     """Return a fingerprint of named tensors. It does not depend on their order or device."""
     import torch
 
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     facts = []
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        bits = tensor.contiguous().flatten().view(integers[tensor.element_size()])
-        total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(CHUNK)) if len(bits) else 0
-        few = bits[:: max(1, len(bits) // ELEMENTS)].cpu().numpy().tobytes()
-        facts.append([name, str(tensor.dtype), list(tensor.shape), total, hashlib.sha256(few).hexdigest()])
+        flat = tensors[name].detach().contiguous().flatten()
+        per_word = 8 // flat.element_size()
+        if flat.storage_offset() % per_word:
+            flat = flat.clone()  # a view as 64-bit words must begin with a word
+        whole = len(flat) // per_word * per_word
+        words, rest = flat[:whole].view(torch.int64), flat[whole:]
+        few = torch.cat([flat[:: max(1, len(flat) // ELEMENTS)], rest]).cpu().view(torch.uint8)
+        digest = hashlib.sha256(few.numpy().tobytes()).hexdigest()
+        facts.append([name, str(flat.dtype), list(tensors[name].shape), int(words.sum()), digest])
     return _digest(facts)
 
 

@@ -19,6 +19,7 @@ import train
 from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 from record import checkpoint
 from record.log import Log, read_lines
+from scale import distributed
 from scale.distributed import RankLost
 from scale.vllm_sampler import EngineError
 
@@ -473,6 +474,17 @@ def test_another_number_of_ranks_is_reported(run_folder, capsys):
     assert "resumed with 1 ranks in place of 8: results differ by rounding" in capsys.readouterr().out
     resume(run_folder, 8)
     assert "in place of" not in capsys.readouterr().out
+
+
+def test_the_weights_of_all_agents_are_compared_between_ranks(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(distributed, "check_alike", lambda parameters: compared.append(parameters))
+    start(tmp_path, 2, "--algo", "ppo")
+    (parameters,) = compared
+    shapes = sorted(tuple(p.shape) for p in parameters)
+    words = len(ToyPolicy().critic.table)
+    assert shapes == [(words,), (words,), (words, words), (words, words)]  # two critics, A and B
+    assert len({id(p) for p in parameters}) == 4
 
 
 def test_two_processes_do_not_work_in_one_folder(run_folder, capsys):
