@@ -2,7 +2,7 @@
 
 A run, in order:
 
-1. Check the flags and load the starting model. Nothing is written before this has succeeded.
+1. Check the flags and load the starting model. The run writes no file before this has succeeded.
 2. Warm-start the model on demonstrations, if it cannot act yet (demo/warm_start.py).
 3. Fit the step reward model.
 4. Evaluate on held-out games, run Algorithm 1 with a checkpoint after every loop, evaluate again.
@@ -16,7 +16,7 @@ kill, or to train for longer.
 
 `torchrun --nproc_per_node=n train.py` starts n ranks that share the work (scale/distributed.py). All ranks
 take the same path through this file. Only rank 0 prints, fits models and writes files; the other ranks load
-what it wrote.
+the files that rank 0 wrote.
 """
 
 # ruff: noqa: E402
@@ -37,8 +37,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flags import WHEN_RESUMED, Args, UsageError, config_text, env_maker, native_bf16, prepare, refuse
+from flags import WHEN_RESUMED, Args, config_text, env_maker, prepare
 from record import checkpoint
+from record.checks import native_bf16
+from record.command_line import UsageError, refuse
 from record.log import check_log
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
@@ -77,7 +79,7 @@ def checkpoint_of(args: Args) -> Path | None:
             f"--eval_only --out {args.out}: has no checkpoint yet; train it first, with --resume"
         )
     if args.resume and path and args.total_updates < (done := checkpoint.updates_of(path)):
-        refuse(args, "total_updates", f"{path.name} has had {done} updates; give {done} or more")
+        refuse(args, "total_updates", f"{path.name} has {done} updates; give {done} or more")
     return path
 
 
@@ -98,7 +100,6 @@ import torch
 import rspo
 from buffer import ReplayBuffer, Trajectory
 from chat import Dialogue
-from demo.tiny_model import silent_words_of, tiny_tokenizer
 from demo.warm_start import demonstrations
 from policy import Policy
 from record import identity, report
@@ -128,7 +129,7 @@ from scale.vllm_sampler import EngineError, VLLMSampler
 
 # --- endings ------------------------------------------------------------------------------------------------
 
-ENDINGS = {  # exception: exit status and message. {resume} is filled in where a run can be resumed
+ENDINGS = {  # exception: exit status and message. {resume} is filled in if the run can be resumed
     KeyboardInterrupt: (130, "\nstopped{resume}"),
     UsageError: (2, "error: {error}"),
     FloatingPointError: (1, "error: {error}"),
@@ -182,14 +183,14 @@ def set_up(args: Args) -> None:
             f"({computed}); --dtype float32 is faster here"
         )
     torch.set_num_threads(max(1, args.threads // distributed.local_world_size()))
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length, so for every sampled token
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a new plan for each length, so for each token
     if (device := torch.device(device_of(args))).index is not None:
         torch.cuda.set_device(device)
-    torch.manual_seed(args.seed)  # every draw of the run has its own seed; this one catches what we overlook
+    torch.manual_seed(args.seed)  # for any draw that has no seed of its own
 
 
 def make_world(args: Args, chat, seed: int | str) -> World:
-    """Build what plays the episodes: environments, sampler and dialogue."""
+    """Build the world: environments, sampler and dialogue."""
     sampler = KVSampler()
     if args.sampler == "vllm":
         sampler = VLLMSampler(args.max_tokens, args.vllm_memory)
@@ -223,7 +224,7 @@ def make_policy(args: Args, base) -> Policy:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The functions that make the parts of a run. Tests give others, to drive a run without a model."""
+    """The functions that make the parts of a run. Tests replace them, to drive a run without a model."""
 
     load_start: Callable = load_start
     make_world: Callable = make_world
@@ -303,7 +304,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     """Train in a folder that this run has locked. `saved` is the Checkpoint to resume from, or None."""
     state = saved.state if saved else {}
     done = state.get("updates", 0)
-    started -= state.get("seconds", 0.0)  # as if the run had never been interrupted
+    started -= state.get("seconds", 0.0)  # include the time of earlier starts
     log = open_log(folder, state) if distributed.rank() == 0 else None
     print_line(f"run folder: {folder}" + (f", resumed after update {done}" if saved else ""))
     if log and log.lost > 0:
@@ -343,7 +344,8 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     recorder = Recorder(args, folder, policy, world, dense_reward, log, started, parts)
     if not saved:
         recorder.evaluate(0)
-    with progress_bar(args.total_updates, "updates of A", initial=done) as recorder.bar:
+    with progress_bar(args.total_updates, "training", initial=done) as recorder.bar:
+        # The recorder wraps the world (`collect`) and the dense reward (`score`), to measure their times
         rspo.train(policy, recorder, recorder, args, recorder.log_update, recorder.end_loop, done, replay)
     if distributed.on_rank_0(lambda: log.of("evaluation")[-1]["update"] != args.total_updates):
         recorder.evaluate(args.total_updates)
@@ -354,7 +356,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
         log.close()
 
 
-# --- instead of a run ---------------------------------------------------------------------------------------
+# --- evaluation only ----------------------------------------------------------------------------------------
 
 
 def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
@@ -395,37 +397,11 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
         print_line(f"written to {path}")
 
 
-def show_plan(args: Args) -> None:
-    """Print the memory and the episodes that these flags ask for. Raises UsageError if it cannot fit."""
-
-    def shape_of(flag: str, model: str) -> plan.Shape:
-        with usage_error(f"--{flag} {model}: "):
-            return plan.shape_of(model)
-
-    if args.model == "tiny":
-        env, heads = env_maker(args)(), args.tiny_heads
-        words = len(tiny_tokenizer(env.vocabulary, silent_words_of(env)))
-        model = plan.qwen(args.tiny_width, 2 * args.tiny_width, args.tiny_layers, heads, heads, words)
-    else:
-        model = shape_of("model", args.model)
-    backbone = None
-    if args.uses_dense_reward:
-        flag = "reward_model" if args.reward_model else "reward_model_backbone"
-        backbone = shape_of(flag, getattr(args, flag)) if getattr(args, flag) else model
-    if not args.gpu_memory_gb:
-        gpu = torch.cuda.is_available()
-        size = torch.cuda.get_device_properties(0).total_memory / plan.GB if gpu else 80
-        args = dataclasses.replace(args, gpu_memory_gb=size)
-    print_line(plan.text(args, model, backbone))
-    if why := plan.refusal(args, model, backbone):
-        raise UsageError(why)
-
-
 # --- command line -------------------------------------------------------------------------------------------
 
 
 def read_flags_on_ranks(argv: list[str]) -> tuple[Args, Path | None]:
-    """Call `read_flags` on every rank; only rank 0 prints the help or the parser's complaints."""
+    """Call `read_flags` on every rank; only rank 0 prints."""
     if distributed.rank() == 0:
         return read_flags(argv)
     nowhere = io.StringIO()
@@ -447,7 +423,10 @@ def main(argv: list[str] | None = None, checked=None, pieces: Pieces = PIECES) -
         args, newest = checked or read_flags_on_ranks(argv)
         distributed.wait()  # no rank may make the run folder while another still checks that it is new
         if args.plan:
-            show_plan(args)
+            text, refused = plan.plan_of(args)
+            print_line(text)
+            if refused:
+                raise UsageError(refused)
         elif args.eval_only:
             evaluate_only(args, newest, argv)
         else:

@@ -2,7 +2,7 @@
 
 Each command prints one table and exits with status 1 if a goal is missed. Times are CPU-seconds of one
 thread. On a shared machine absolute times mean little, but ratios of two sides that take turns are stable.
-docs/PERFORMANCE.md has results.
+docs/PERFORMANCE.md has results. `python -m bench.gpu_check` checks a GPU.
 """
 
 from __future__ import annotations

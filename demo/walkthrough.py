@@ -319,3 +319,4 @@ def make_page(values: dict) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(make_page(values_of(play_loop())), encoding="utf-8")
+    print(f"written to {PAGE}")

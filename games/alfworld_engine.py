@@ -499,10 +499,11 @@ def main() -> int:
     from concurrent.futures import ProcessPoolExecutor
 
     parser = argparse.ArgumentParser(
-        description="Translate every ALFWorld game below a folder into the cache."
+        prog="python -m games.alfworld_engine",
+        description="Translate every ALFWorld game below a folder into the cache.",
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("folder", type=Path, help="for example the folder json_2.1.1")
+    parser.add_argument("--processes", type=int, default=1, help="games translated at the same time")
     args = parser.parse_args()
     if args.processes < 1:
         parser.error(f"--processes {args.processes}: must be at least 1")

@@ -41,6 +41,7 @@ def progress_bar(total: int, label: str, **more) -> tqdm:
     """Return a progress bar of rank 0, counted in updates. Without a terminal it prints every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     more |= {"dynamic_ncols": True, "mininterval": seconds, "disable": distributed.rank() > 0}
+    more |= {"smoothing": 0}  # the time left is estimated from all updates so far, since phases differ
     return tqdm(total=total, desc=label, unit="update", **more)
 
 
@@ -146,12 +147,11 @@ class Recorder:
     def show(self, line: dict) -> None:
         """Show the phase of the loop, and after an update of A its metrics, in the progress bar."""
         phases = {"explorer": "B explores", "buffer": "A learns", "policy": "A learns"}
-        phase = phases[line["agent"]]
-        self.bar.set_description(f"loop {line['loop']} ({phase}), updates of A", refresh=False)
+        self.bar.set_description(f"loop {line['loop']}, {phases[line['agent']]}", refresh=False)
         if line["agent"] == "policy":
-            reward = "dense_reward" if "dense_reward" in line else "outcome"
-            values = {"success": line["success"], reward: line[reward]}
-            advance(self.bar, **values, KL=line.get("kl_on", 0.0), clipped=line["clip_fraction_on"])
+            advance(self.bar, success=line["success"], KL=line.get("kl_on", 0.0))
+        elif sys.stderr.isatty():
+            self.bar.refresh()
 
     def transcribe(self, episodes: list[Trajectory], agent: str, updates: int) -> None:
         """Append the episodes to transcripts.jsonl."""
@@ -240,4 +240,4 @@ def conclude(args: Args, folder: Path, log: Log, seconds: float, draw_curves: Ca
         games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"
         print_line(f"\nsuccess in % on {games}: {title}")
         print_line(report.panel_table({"start": start, "end": end}))
-    print_line(f"curves: {folder / 'curves.png'}   policy: {folder / 'policy'}   all files: {folder}")
+    print_line(f"curves: {folder / 'curves.png'}\npolicy: {folder / 'policy'}\nall files: {folder}")

@@ -33,7 +33,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from demo.tiny_model import silent_words_of, tiny_tokenizer
+from flags import env_maker
 from model import chunk_of
+from record.command_line import UsageError
 from sampler import PREFILL_TOKENS
 
 GB = 10**9
@@ -136,7 +141,7 @@ def _shape_by_name(model: str) -> Shape:
     from transformers import AutoConfig
 
     try:
-        return read_config(AutoConfig.from_pretrained(model).to_dict(), model)
+        return read_config(AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict(), model)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ValueError(
@@ -548,3 +553,33 @@ def text(args, shape: Shape, backbone: Shape | None) -> str:
         f"{loop['sampled tokens']:,} sampled tokens",
     ]
     return "\n".join(lines)
+
+
+def plan_of(args) -> tuple[str, str | None]:
+    """Return the plan of a run as text, and the reason if the run does not fit into the GPU's memory.
+
+    Raises UsageError if the shape of a model is not known.
+    """
+    if args.model == "tiny":
+        env, heads = env_maker(args)(), args.tiny_heads
+        words = len(tiny_tokenizer(env.vocabulary, silent_words_of(env)))
+        model = qwen(args.tiny_width, 2 * args.tiny_width, args.tiny_layers, heads, heads, words)
+    else:
+        model = shape_of_flag(args, "model")
+    backbone = None
+    if args.uses_dense_reward:
+        flag = "reward_model" if args.reward_model else "reward_model_backbone"
+        backbone = shape_of_flag(args, flag) if getattr(args, flag) else model
+    if not args.gpu_memory_gb:
+        gpu = torch.cuda.is_available()
+        size = torch.cuda.get_device_properties(0).total_memory / GB if gpu else 80
+        args = dataclasses.replace(args, gpu_memory_gb=size)
+    return text(args, model, backbone), refusal(args, model, backbone)
+
+
+def shape_of_flag(args, name: str) -> Shape:
+    """Return the shape of the model that a flag names. Raises UsageError."""
+    try:
+        return shape_of(getattr(args, name))
+    except ValueError as error:
+        raise UsageError(f"--{name} {getattr(args, name)}: {error}") from None

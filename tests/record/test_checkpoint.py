@@ -444,7 +444,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
 ):
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file" / "run"
-    assert refused("--out", str(inside)) == f"--out {inside}: {tmp_path / 'file'} is a file; give a folder"
+    assert refused("--out", str(inside)) == f"--out {inside}: not a directory; give another path"
     for name in ("transcripts.jsonl", "summary.json"):
         (run_folder / name).unlink()
         (run_folder / name).mkdir()

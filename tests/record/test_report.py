@@ -87,7 +87,7 @@ def test_an_evaluation_gets_a_file_of_its_own(tmp_path):
 def test_a_large_centre_is_mentioned_once(tmp_path, capsys, max_centre):
     args = Args(max_centre=max_centre)
     world = SimpleNamespace(episodes=0, turns=0)
-    recorder = Recorder(args, tmp_path, ToyPolicy(), world, None, Log(tmp_path), started=0.0)
+    recorder = Recorder(args, tmp_path, ToyPolicy(), world, None, Log(tmp_path), started=0.0, identity={})
     recorder.bar = progress_bar(args.total_updates, "updates")
     for update, centre_max in enumerate((9.9, 12.34, 15.0), start=1):
         metrics = {"replayed_episodes": 1, "clip_fraction_on": 0.0, "centre_max": centre_max}
