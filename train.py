@@ -31,13 +31,15 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flags import Args, UsageError, config_text, env_maker, native_bf16, prepare, refuse
+from flags import WHEN_RESUMED, Args, UsageError, config_text, env_maker, native_bf16, prepare, refuse
 from record import checkpoint
+from record.log import check_log
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,16 +56,23 @@ def read_flags(argv: list[str]) -> tuple[Args, Path | None]:
 
 def checkpoint_of(args: Args) -> Path | None:
     """Return the checkpoint that the run resumes from or evaluates, if any. Raises UsageError."""
-    if not args.out or args.plan:
+    if args.plan:
         return None
+    folder, path = Path(args.out or "runs"), None
     try:
-        if not (args.resume or args.eval_only):
-            checkpoint.check_new_folder(Path(args.out))
-            return None
-        path = checkpoint.choose(Path(args.out), args.resume_from)
+        checkpoint.check_writable(folder)
+        if args.resume or (args.eval_only and args.out):
+            path = checkpoint.choose(folder, args.resume_from)
+            state = checkpoint.read_state(path) if path else {}
+            free = set(WHEN_RESUMED.replace("--", "").split())
+            checkpoint.check_config(folder / "config.json", state.get("config", {}), free)
+        elif args.out:
+            checkpoint.check_new_folder(folder)
+        if args.resume:
+            check_log(folder, state)
     except ValueError as error:
-        raise UsageError(f"--out {args.out}: {error}") from None
-    if args.eval_only and path is None:
+        raise UsageError(f"--out {folder}: {error}") from None
+    if args.eval_only and args.out and path is None:
         raise UsageError(
             f"--eval_only --out {args.out}: has no checkpoint yet; train it first, with --resume"
         )
@@ -92,7 +101,7 @@ from chat import Dialogue
 from demo.tiny_model import silent_words_of, tiny_tokenizer
 from demo.warm_start import demonstrations
 from policy import Policy
-from record import report
+from record import identity, report
 from record.artifacts import (
     device_of,
     load_start,
@@ -100,6 +109,7 @@ from record.artifacts import (
     make_reward_model,
     make_start,
     named_reward_model,
+    read_checkpoint,
     usage_error,
 )
 from record.log import (
@@ -125,8 +135,10 @@ ENDINGS = {  # exception: exit status and message. {resume} is filled in where a
     rspo.NothingToTrainOn: (1, "error: {error}"),
     EngineError: (1, "error: --sampler vllm: {error}; if nothing else helps, give kv"),
     distributed.RankLost: (1, "error: {error}{resume}"),
-    OSError: (1, "error: {error}; free some disk space{resume}"),  # only if the disk is full
+    OSError: (1, "error: {error}{remedy}{resume}"),  # of the errors below
 }
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNWRITABLE = (errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE)
 
 
 @contextlib.contextmanager
@@ -138,12 +150,24 @@ def explained_endings(command: str = ""):
     try:
         yield
     except tuple(ENDINGS) as error:
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno not in FULL + UNWRITABLE:
             raise
         status, message = next(ENDINGS[kind] for kind in ENDINGS if isinstance(error, kind))
         resume = f"; resume with: {command}" if command else ""
-        distributed.print_once(message.format(error=error, resume=resume))
+        remedy = "; free some disk space" if getattr(error, "errno", None) in FULL else ""
+        distributed.print_once(message.format(error=error, remedy=remedy, resume=resume))
         sys.exit(status)
+
+
+def end_hanging_run(why: str, command: str = "") -> None:
+    """Print why the run ends, and end this process from a thread. torchrun then ends the other ranks."""
+    text = f"error: {why}" + (f"; resume with: {command}" if command else "")
+    speaker = threading.Thread(target=distributed.print_once, args=[text], daemon=True)
+    speaker.start()
+    speaker.join(30)
+    if speaker.is_alive():  # the rank that hangs hosts the store, where the ranks agree on who prints
+        print(text, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 # --- the parts of a run -------------------------------------------------------------------------------------
@@ -204,7 +228,10 @@ class Pieces:
     load_start: Callable = load_start
     make_world: Callable = make_world
     make_policy: Callable = make_policy
+    load_reward_model: Callable = named_reward_model
     make_reward_model: Callable = make_reward_model
+    of_base: Callable = identity.of_base
+    of_reward_model: Callable = identity.of_reward_model
     draw_curves: Callable = report.draw_curves
 
 
@@ -246,17 +273,21 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
     """Train, from the start or from the checkpoint `newest`. Raises UsageError."""
     started = time.perf_counter()
     set_up(args)
+    saved = read_checkpoint(args, newest) if newest else None
     base = pieces.load_start(args, Path(args.out) if args.resume else None)
+    identity.check(args, saved, pieces.of_base(base))
     world = pieces.make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed)
     check_start(args, base, world)
-    saved = checkpoint.read(newest) if newest else None
     if saved and saved.state["games"] != world.pool.env.fingerprint:
         raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
-    named = named_reward_model(args, base) if args.uses_dense_reward else None
+    named = pieces.load_reward_model(args, base) if args.uses_dense_reward else None
+    if saved and named:
+        identity.check(args, saved, pieces.of_reward_model(named))
     folder = distributed.on_rank_0(lambda: run_folder(args))
     ranks = distributed.world_size()
     launcher = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
     command = f"{launcher} train.py --resume --out {shlex.quote(str(folder))}"
+    distributed.watch(args.rank_timeout, functools.partial(end_hanging_run, command=command))
     with explained_endings(command):
         with usage_error(f"--out {folder}: "):
             lock = checkpoint.lock(folder) if distributed.rank() == 0 else contextlib.nullcontext()
@@ -273,9 +304,13 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     state = saved.state if saved else {}
     done = state.get("updates", 0)
     started -= state.get("seconds", 0.0)  # as if the run had never been interrupted
-    with usage_error(f"--out {folder}: ", "; put the file back, or start a new run"):
-        log = open_log(folder, state) if distributed.rank() == 0 else None
+    log = open_log(folder, state) if distributed.rank() == 0 else None
     print_line(f"run folder: {folder}" + (f", resumed after update {done}" if saved else ""))
+    if log and log.lost > 0:
+        print_line(f"warning: {log.lost:,} bytes of transcripts.jsonl are lost; the run goes on without them")
+    ranks = distributed.world_size()
+    if saved and (before := state.get("ranks", ranks)) != ranks:
+        print_line(f"resumed with {ranks} ranks in place of {before}: results differ by rounding")
     world = pieces.make_world(args, base.chat, args.seed)
 
     @functools.cache  # the warm start and the step reward model may use the same demonstrations
@@ -286,14 +321,18 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
         return episodes
 
     base = make_start(args, folder, base, demonstrate)
+    parts = pieces.of_base(base)
     policy = pieces.make_policy(args, base)
     dense_reward = None
     if args.uses_dense_reward:
         dense_reward = pieces.make_reward_model(args, folder, base, policy, world, demonstrate, named)
+        parts |= pieces.of_reward_model(dense_reward)
     demonstrate.cache_clear()
+    identity.check(args, saved, parts)
     replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
     if saved:
-        policy.load_state_dicts(saved.tensors)
+        with usage_error(f"--out {folder}: "):
+            policy.load_state_dicts(saved.tensors)
         world.load_state_dict(state["world"])
         replay.load_state_dict(state["replay"])
     if log and args.tensorboard:
@@ -301,7 +340,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     if log and args.wandb_project:
         log.listeners.append(wandb_listener(args.wandb_project, folder, dataclasses.asdict(args)))
 
-    recorder = Recorder(args, folder, policy, world, dense_reward, log, started)
+    recorder = Recorder(args, folder, policy, world, dense_reward, log, started, parts)
     if not saved:
         recorder.evaluate(0)
     with progress_bar(args.total_updates, "updates of A", initial=done) as recorder.bar:
@@ -325,18 +364,21 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
     """
     facts = run_facts(argv, args.threads, distributed.world_size())
     set_up(args)
+    saved = read_checkpoint(args, newest) if newest else None
     base = load_start(args, Path(args.out) if newest else None)
+    identity.check(args, saved, identity.of_base(base))
     check_start(args, base, make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed))
     folder = distributed.on_rank_0(lambda: run_folder(args))
     merged = base.changed and args.sampler == "vllm"  # an adapter was merged, and vLLM loads from a folder
     if merged and make_once(folder / "start", list, lambda _: base):
         base = load_start(args, folder)
     policy = make_policy(args, base)
+    distributed.watch(args.rank_timeout, end_hanging_run)
     started, panels, name = time.perf_counter(), {}, newest.name if newest else args.model
     with contextlib.closing(make_world(args, base.chat, args.seed)) as world:
-        if newest:
-            saved = checkpoint.read(newest)
-            policy.load_state_dicts(saved.tensors)
+        if saved:
+            with usage_error(f"--out {folder}: "):
+                policy.load_state_dicts(saved.tensors)
             if saved.state["games"] != world.pool.env.fingerprint:
                 print_line(f"warning: {OTHER_GAMES}")
         for split in args.eval_splits:

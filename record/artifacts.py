@@ -7,11 +7,14 @@ does, so that a run and its resumption continue with the same numbers. A folder 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from buffer import Trajectory
 from demo.tiny_model import check_actions, silent_words_of, tiny_base
@@ -19,6 +22,7 @@ from demo.warm_start import warm_start
 from flags import Args, UsageError, env_maker
 from model import load_base
 from record import checkpoint
+from record.checkpoint import Checkpoint
 from record.metrics import mean
 from record.recorder import advance, print_line, progress_bar, warn_of_crashes
 from reward_model import StepRewardModel
@@ -53,6 +57,20 @@ def make_once(folder: Path, play: Callable[[], list], make: Callable[[list], obj
     return True
 
 
+def read_checkpoint(args: Args, newest: Path) -> Checkpoint:
+    """Read the checkpoint that the run continues from. Raises UsageError if it lacks a critic (PPO)."""
+    with usage_error(f"--out {args.out}: "):
+        saved = checkpoint.read(newest)
+    needed = ["critic"] if args.algo == "ppo" else []
+    if needed and args.explores:
+        needed.append("explorer_critic")
+    for name in needed:
+        if name not in saved.tensors:
+            why = f"{newest.name} has no {name}.safetensors; start a new run"
+            raise UsageError(f"--out {args.out}: {why}")
+    return saved
+
+
 # --- the starting model -------------------------------------------------------------------------------------
 
 
@@ -74,9 +92,7 @@ def load_start(args: Args, folder: Path | None):
         "autocast": args.autocast,
     }
     if folder and (folder / "start").is_dir():
-        start = (folder / "start").resolve()
-        with usage_error(f"--out {folder}: ", instead_of=f"--model {start}: "):
-            return load_base(str(start), **settings)
+        return load_own_start((folder / "start").resolve(), settings)
     with usage_error():
         if args.model != "tiny":
             return load_base(args.model, **settings)
@@ -94,6 +110,33 @@ def load_start(args: Args, folder: Path | None):
         )
         check_actions(base.chat, env)
         return base
+
+
+def load_own_start(start: Path, settings: dict):
+    """Load the run's start/. Raises UsageError if it is damaged. Update the path to it in policy/."""
+    try:
+        base = load_base(str(start), **settings)
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        why = str(error).removeprefix(f"--model {start}: ")
+        remedy = "put the old files back, or start a new run"
+        raise UsageError(f"--out {start.parent}: start/ cannot be loaded ({why}); {remedy}") from None
+    if distributed.rank() == 0:
+        update_adapter(start.parent / "policy", start)
+    return base
+
+
+def update_adapter(policy: Path, start: Path) -> None:
+    """Let the adapter in policy/ name start/ by its present path, if the run folder was moved.
+
+    peft finds an adapter's base by an absolute path, or by one that is relative to the current directory.
+    """
+    path = policy / "adapter_config.json"
+    if not path.is_file() or not os.access(policy, os.W_OK):
+        return
+    settings = json.loads(path.read_text())
+    if settings["base_model_name_or_path"] != str(start):
+        settings["base_model_name_or_path"] = str(start)
+        checkpoint.write_text(path, json.dumps(settings, indent=2, sort_keys=True))
 
 
 def demonstrator(args: Args) -> str:
@@ -163,19 +206,28 @@ def reward_model_settings(args: Args, base) -> dict:
 
 
 def named_reward_model(args: Args, base) -> StepRewardModel | None:
-    """Load the model of --reward_model, or an unfitted one on --reward_model_backbone; else return None.
+    """Load the model of --reward_model, the one that a resumed run has fitted, or --reward_model_backbone.
 
-    It is loaded before there is a run folder. Only rank 0 needs an unfitted one. Raises UsageError.
+    It is loaded before there is a run folder. The last one is not fitted yet, and only rank 0 needs it.
+    Returns None without any of them. Raises UsageError.
     """
     if args.reward_model:
         with usage_error(f"--reward_model {args.reward_model}: "):
             return StepRewardModel.load(args.reward_model, base.chat, **reward_model_settings(args, base))
-    fitted = args.resume and Path(args.out, "reward_model").is_dir()
+    if args.resume and Path(args.out, "reward_model").is_dir():
+        return load_fitted(args, Path(args.out), base)
     name = args.reward_model_backbone
-    if not name or fitted or distributed.rank() > 0:
+    if not name or distributed.rank() > 0:
         return None
     with usage_error(f"--reward_model_backbone {name}: ", instead_of=f"--model {name}: "):
         return StepRewardModel.from_pretrained(name, seed=args.seed, **reward_model_settings(args, base))
+
+
+def load_fitted(args: Args, folder: Path, base) -> StepRewardModel:
+    """Load the step reward model that the run has fitted. Raises UsageError."""
+    made = folder / "reward_model"
+    with usage_error(f"--out {folder}: ", f"; remove {made} to fit it again"):
+        return StepRewardModel.load(made, base.chat, **reward_model_settings(args, base))
 
 
 def make_reward_model(
@@ -198,11 +250,10 @@ def make_reward_model(
         return episodes
 
     model = named
-    if not args.reward_model:
-        made = folder / "reward_model"
-        make_once(made, play, lambda episodes: fit_reward_model(args, base, named, episodes))
-        with usage_error(f"--out {folder}: ", f"; remove {made} to fit it again"):
-            model = StepRewardModel.load(made, base.chat, **reward_model_settings(args, base))
+    if not args.reward_model and make_once(
+        folder / "reward_model", play, lambda episodes: fit_reward_model(args, base, named, episodes)
+    ):
+        model = load_fitted(args, folder, base)
     values = {name: "n/a" if value is None else value for name, value in model.report.items()}
     print_line(
         "step reward model: on {held_out_episodes:,} held-out episodes ({held_out_successes} solved) AUC "

@@ -4,7 +4,8 @@ A checkpoint is a folder `update_000012` (12 updates of A so far). It holds ever
 continue exactly:
 
     *.safetensors   the trainable weights and their AdamW state; the frozen base is not included
-    state.json      the counters, the replay buffer and the lengths of the logs
+    state.json      the counters, the replay buffer, the lengths of the logs, and the run's identity
+                    (record/identity.py)
     manifest.json   the sha256 of every other file
 
 It is written under another name, flushed to the disk and then renamed, so a folder with the final name is
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 ASIDE = ".unfinished-"  # prefix of the names of unfinished files and folders
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+FILES = ("run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curves.png", "eval.json")
 
 
 @dataclass
@@ -64,13 +66,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write into an unfinished folder, then rename it to `path`, replacing an older one."""
+    """Let `fill` write into an unfinished folder, then rename it to `path`, replacing an older one.
+
+    Raises OSError (ENOSPC) if the disk is full.
+    """
+    from safetensors import SafetensorError
+
     path.parent.mkdir(parents=True, exist_ok=True)
     aside, old = path.with_name(ASIDE + path.name), path.with_name(f"{ASIDE}old-{path.name}")
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir()
-    fill(aside)
+    try:
+        fill(aside)
+    except SafetensorError as error:  # safetensors raises this on a full disk
+        raise OSError(errno.ENOSPC, str(error), str(path)) from error
     for file in sorted(aside.rglob("*"), reverse=True):
         _flush(file)
     _flush(aside)
@@ -90,9 +100,13 @@ def sweep(folder: Path) -> None:
 def lock(folder: Path):
     """Return an open file that keeps other processes out of the folder until it is closed.
 
-    The system closes it however this process ends. Raises ValueError if another process is in the folder.
+    The system closes it however this process ends. Raises ValueError if another process is in the folder, or
+    if the file cannot be opened.
     """
-    file = open(folder / LOCK, "w")  # noqa: SIM115
+    try:
+        file = open(folder / LOCK, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"{folder / LOCK} cannot be opened ({error.strerror}); remove it") from None
     try:
         import fcntl
     except ImportError:  # not a Unix system: there is no lock
@@ -132,7 +146,6 @@ def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path
 
     Raises OSError (ENOSPC) if the disk is full.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = folder / "checkpoints" / f"update_{updates:06d}"
@@ -144,10 +157,7 @@ def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path
     def fill(aside: Path) -> None:
         for name, tensors in checkpoint.tensors.items():
             plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            try:
-                save_file(plain, aside / f"{name}.safetensors")
-            except SafetensorError as error:  # a full disk raises this
-                raise OSError(errno.ENOSPC, str(error), str(path)) from error
+            save_file(plain, aside / f"{name}.safetensors")
         (aside / "state.json").write_text(json.dumps(checkpoint.state))
         sums = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps({"updates": updates, "sha256": sums}, indent=2))
@@ -166,23 +176,38 @@ def remove(path: Path) -> None:
 
 
 def _sums(path: Path) -> dict[str, str]:
-    """Return the sha256 of every file, as the manifest says."""
-    sums = dict(json.loads((path / MANIFEST).read_text())["sha256"])
-    return {"state.json": sums["state.json"], **sums}
+    """Return the sha256 of every file, as the manifest says. Raises ValueError if it cannot be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        sums, updates = dict(manifest["sha256"]), manifest["updates"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{MANIFEST} is missing or unreadable") from None
+    for name in ("state.json", "policy.safetensors"):
+        if name not in sums:
+            raise ValueError(f"{MANIFEST} does not list {name}")
+    if updates != updates_of(path):
+        raise ValueError(f"{MANIFEST} is of another checkpoint, after {updates} updates")
+    return sums
 
 
 def damage(path: Path) -> str | None:
     """Name the damaged checkpoint and its first damaged file; return None if all is as it was written."""
     try:
-        sums = _sums(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"checkpoint {path.name} is damaged ({MANIFEST} is missing or unreadable)"
-    for name, expected in sums.items():
-        if not (path / name).is_file():
-            return f"checkpoint {path.name} is damaged ({name} is missing)"
-        if _sha256(path / name) != expected:
-            return f"checkpoint {path.name} is damaged ({name} does not match its checksum)"
+        for name, expected in _sums(path).items():
+            if not (path / name).is_file():
+                raise ValueError(f"{name} is missing")
+            if _sha256(path / name) != expected:
+                raise ValueError(f"{name} does not match its checksum")
+    except OSError as error:
+        return f"checkpoint {path.name} cannot be read ({error})"
+    except ValueError as error:
+        return f"checkpoint {path.name} is damaged ({error})"
     return None
+
+
+def read_state(path: Path) -> dict:
+    """Return the state of a checkpoint that `choose` has returned, without the tensors."""
+    return json.loads((path / "state.json").read_text())
 
 
 def read(path: Path) -> Checkpoint:
@@ -193,26 +218,64 @@ def read(path: Path) -> Checkpoint:
         raise ValueError(fault)
     files = [path / name for name in _sums(path) if name.endswith(".safetensors")]
     tensors = {file.stem: load_file(file) for file in files}
-    return Checkpoint(tensors, json.loads((path / "state.json").read_text()))
+    return Checkpoint(tensors, read_state(path))
 
 
 # --- choosing a folder and a checkpoint ---------------------------------------------------------------------
 
 
+def check_writable(folder: Path) -> None:
+    """Raise ValueError unless the run folder, which may be missing, and the files in it can be written."""
+    present = folder
+    while not present.exists() and present != present.parent:
+        present = present.parent
+    if not present.is_dir():
+        where = "" if present == folder else f"{present} "
+        raise ValueError(f"{where}is a file; give a folder")
+    files = [folder / name for name in FILES]
+    for path in files:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; remove it")
+    if (folder / "checkpoints").is_file():
+        raise ValueError(f"{folder / 'checkpoints'} is a file; remove it")
+    for path in (present, folder / "checkpoints", *files):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path} cannot be written; change its permissions, or give another folder")
+
+
 def check_new_folder(folder: Path) -> None:
-    """Raise ValueError unless the folder is missing or empty.
+    """Raise ValueError unless the folder is missing or empty. `check_writable` has accepted it.
 
     Files that an earlier start left before it wrote config.json do not count.
     """
     if not folder.exists():
         return
-    if not folder.is_dir():
-        raise ValueError("is a file; give a folder")
     if (folder / "config.json").exists():
         raise ValueError("already holds a run; add --resume to continue it, or give another folder")
     leftovers = (ASIDE, LOCK, "run.json")
     if any(not path.name.startswith(leftovers) for path in folder.iterdir()):
         raise ValueError("is not empty; give a new folder")
+
+
+def check_config(path: Path, saved: dict, free: set[str]) -> None:
+    """Raise ValueError that names the changed flags, if config.json is not what the run was trained with.
+
+    saved: the flags in the checkpoint's state. free: names of the flags whose value may differ.
+    """
+    present = json.loads(path.read_text())
+    changes = []
+    for name, value in saved.items():
+        if name not in present:
+            changes.append(f"{name} is missing and was {json.dumps(value)}")
+        elif present[name] != value and name not in free:
+            changes.append(f"{name} is {json.dumps(present[name])} and was {json.dumps(value)}")
+    if not changes:
+        return
+    more = f" (and {len(changes) - 2} more)" if len(changes) > 2 else ""
+    raise ValueError(
+        f"{path.name} was changed: {', '.join(changes[:2])}{more}; write the old values back (state.json of "
+        f"the checkpoint has them), or start another run with --config {path}"
+    )
 
 
 def choose(folder: Path, name: str | None = None) -> Path | None:

@@ -14,6 +14,7 @@ metrics.jsonl has one line per event. Its "agent" is one of:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -36,7 +37,8 @@ Listener = Callable[[dict], None]  # called with every line of metrics.jsonl
 class Log:
     """Appends to metrics.jsonl and transcripts.jsonl of a run folder, and calls the listeners.
 
-    `lines` holds every line of metrics.jsonl so far, those of earlier starts of the run included.
+    `lines` holds every line of metrics.jsonl so far, those of earlier starts of the run included. `lost` is
+    the number of bytes of transcripts.jsonl that have gone since the checkpoint.
     """
 
     FILES = ("metrics.jsonl", "transcripts.jsonl")
@@ -44,17 +46,22 @@ class Log:
     def __init__(self, folder: Path, sizes: dict[str, int] | None = None):
         """Open the files and truncate them to `sizes`, the lengths at a checkpoint; by default to nothing.
 
-        This removes the lines of a loop that was not finished. Raises ValueError if a file is shorter.
+        This removes the lines of a loop that was not finished. Raises ValueError if metrics.jsonl is shorter.
+        Transcripts may be shorter: no number is computed from them.
         """
         self.folder = folder
         self.listeners: list[Listener] = []
+        sizes = sizes or {}
         for name in self.FILES:
             path = folder / name
             path.touch()
-            length, present = (sizes or {}).get(name, 0), path.stat().st_size
+            length, present = sizes.get(name, 0), path.stat().st_size
+            if present < length and name == "metrics.jsonl":
+                raise ValueError(shorter(path, present, length))
             if present < length:
-                raise ValueError(f"{path} has {present} bytes where the checkpoint saw {length}")
+                length = path.read_bytes().rfind(b"\n") + 1  # its last line may be cut
             os.truncate(path, length)
+        self.lost = sizes.get("transcripts.jsonl", 0) - (folder / "transcripts.jsonl").stat().st_size
         self.lines = read_lines(folder / "metrics.jsonl")
         self._files = {name: open(folder / name, "a") for name in self.FILES}  # noqa: SIM115
 
@@ -79,6 +86,11 @@ class Log:
             os.fsync(file.fileno())
         return {name: (self.folder / name).stat().st_size for name in self.FILES}
 
+    def state(self) -> dict:
+        """Return what a checkpoint stores: the lengths, and the sha256 of metrics.jsonl."""
+        sizes = self.sizes()
+        return {"sizes": sizes, "metrics_sha256": beginning(self.folder, sizes["metrics.jsonl"])}
+
     def of(self, agent: str) -> list[dict]:
         """Return the lines of one agent."""
         return [line for line in self.lines if line["agent"] == agent]
@@ -100,10 +112,43 @@ def read_lines(path: Path) -> list[dict]:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
+PUT_BACK = "put the file back, or start a new run"
+
+
+def shorter(path: Path, present: int, length: int) -> str:
+    return f"{path} has {present} bytes where the checkpoint saw {length}; {PUT_BACK}"
+
+
+def beginning(folder: Path, length: int) -> str:
+    """Return the sha256 of the first `length` bytes of metrics.jsonl."""
+    with open(folder / "metrics.jsonl", "rb") as file:
+        return hashlib.sha256(file.read(length)).hexdigest()
+
+
+def check_log(folder: Path, state: dict) -> None:
+    """Raise ValueError if metrics.jsonl does not begin with the lines that the checkpoint saw.
+
+    `state` is the checkpoint's; an empty one stands for a run that has none. Such a run begins again, so the
+    log must not have lines of a second loop, which begins after the first checkpoint.
+    """
+    path = folder / "metrics.jsonl"
+    if not state:
+        if path.is_file() and b'"loop": 2,' in path.read_bytes():
+            raise ValueError(
+                f"{path} has a second loop, but its checkpoints have gone; put them back, or start a new run"
+            )
+        return
+    length, present = state["sizes"]["metrics.jsonl"], path.stat().st_size if path.is_file() else 0
+    if present < length:
+        raise ValueError(shorter(path, present, length))
+    if state.get("metrics_sha256") not in (None, beginning(folder, length)):
+        raise ValueError(f"{path} was changed since the checkpoint; {PUT_BACK}")
+
+
 def open_log(folder: Path, state: dict) -> Log:
     """Open the log, truncated to its length at this checkpoint, and delete later checkpoints.
 
-    `state` is the checkpoint's; an empty one stands for a new run. Raises ValueError if a file is shorter.
+    `state` is the checkpoint's; an empty one stands for a new run. `check_log` has accepted it.
     """
     if state:
         for path in checkpoint.listed(folder):
@@ -171,13 +216,19 @@ def wandb_listener(project: str, folder: Path, config: dict) -> Listener:
 
 
 def write_run_facts(folder: Path, argv: list[str], threads: int, ranks: int) -> None:
-    """Write run.json. When the run is resumed, add an entry to its list "resumed"."""
+    """Write run.json. When the run is resumed, add an entry to its list "resumed".
+
+    A run.json that cannot be read is kept as run.json.damaged, since nothing depends on it.
+    """
     path = folder / "run.json"
     facts = run_facts(argv, threads, ranks)
     if path.exists():
-        first = json.loads(path.read_text())
-        first.setdefault("resumed", []).append(facts)
-        facts = first
+        try:
+            first = json.loads(path.read_text())
+            first.setdefault("resumed", []).append(facts)
+            facts = first
+        except (OSError, ValueError, AttributeError):
+            path.rename(path.with_name("run.json.damaged"))
     checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from buffer import Group, ReplayBuffer, StopReason, Trajectory
-from flags import Args
+from flags import Args, config_text
 from record import checkpoint, report
 from record.log import Log
 from record.metrics import episode_metrics, panel, progress, start_and_end
@@ -69,8 +69,14 @@ class Recorder:
         dense_reward,
         log: Log | None,
         started: float,
+        identity: dict,
     ):
-        """dense_reward: None if the method needs none. started: time 0 of the run (perf_counter)."""
+        """`dense_reward` is None if the method needs none. `started` is the run's time 0 (perf_counter).
+
+        identity: fingerprints of the models that the checkpoints do not contain (record/identity.py).
+        """
+        self.identity = identity
+        self.agents: dict[str, object] = {policy.name: policy}  # A, and B once it has played
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
         self.bar: tqdm | None = None
@@ -87,6 +93,7 @@ class Recorder:
 
     def collect(self, agent, tasks: int) -> list[Group]:
         """Play the next tasks (`World.collect`)."""
+        self.agents[agent.name] = agent
         return self.timed("rollout", lambda: self.world.collect(agent, tasks))
 
     def score(self, groups: list[Group], **noise) -> None:
@@ -169,7 +176,7 @@ class Recorder:
         """Evaluate if that is due, and save a checkpoint. `rspo.train` calls it after every loop."""
         if updates // self.args.eval_every > (updates - self.args.k) // self.args.eval_every:
             self.evaluate(updates)
-        distributed.check_alike(self.policy.parameters)
+        distributed.check_alike(self.parameters())
         if self.log is None:
             return
         state = {
@@ -177,11 +184,23 @@ class Recorder:
             "world": self.world.state_dict(),
             "games": self.world.pool.env.fingerprint,
             "replay": replay.state_dict(),
-            "sizes": self.log.sizes(),
+            "identity": self.identity,
+            "config": json.loads(config_text(self.args)),
+            "ranks": distributed.world_size(),
+            **self.log.state(),
             "seconds": time.perf_counter() - self.started,
         }
         saved = checkpoint.Checkpoint(self.policy.state_dicts(), state)
         checkpoint.write(self.folder, updates, saved, self.args.keep_checkpoints)
+
+    def parameters(self) -> list:
+        """Return the weights of A, of B and of their critics."""
+        parameters = []
+        for agent in self.agents.values():
+            parameters += agent.parameters
+            if agent.critic is not None:
+                parameters += agent.critic.parameters
+        return parameters
 
 
 # --- panels -------------------------------------------------------------------------------------------------

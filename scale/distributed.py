@@ -8,10 +8,9 @@ exchanged over gloo, gradients on a GPU over the GPU's own backend.
 
 With one process nothing is started, and every function of this module returns its argument or does nothing.
 
-A rank that fails prints its error and ends. This breaks its connections, so the other ranks raise `RankLost`;
-torchrun ends them too.
-
-Left out: sharded models, weights that differ between ranks, ranks that rejoin.
+A rank that fails prints its error and ends. This breaks the connections of the others, which raises
+`RankLost` there; torchrun ends them too. A rank that hangs breaks no connection: `watch` ends the others when
+no rank makes progress. Left out: sharded models, weights that differ between ranks, ranks that rejoin.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ import functools
 import os
 import signal
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -31,11 +32,14 @@ from torch import distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
-TO_ANSWER = datetime.timedelta(days=2)  # rank 0 may fit a model meanwhile; a dead rank is noticed at once
+# Others wait while rank 0 fits a model. A dead rank is noticed at once, a rank that hangs by `watch`.
+TO_ANSWER = datetime.timedelta(days=2)
 TO_PRINT = datetime.timedelta(seconds=10)
 BUCKET = 2**26  # gradient elements per all-reduce: 256 MB in fp32
 
 _store = None  # torch's key-value store, shared by the ranks
+_waiting = False  # True while this rank is in a collective
+_finished = 0  # collectives that this rank has left
 
 
 class RankLost(RuntimeError):
@@ -71,7 +75,7 @@ def _stop(*_) -> None:
 
 def _stop_once() -> None:
     """Ignore further SIGTERMs, so that this rank can print its error before it ends."""
-    if world_size() > 1:
+    if world_size() > 1 and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -142,17 +146,82 @@ def print_once(text: str) -> None:
                 _store.wait(["printed"], TO_PRINT)
 
 
+# --- hanging ranks ---
+
+
+class Progress:
+    """Counts, in the ranks' store, the seconds in which some rank has made progress.
+
+    A rank makes progress when it leaves a collective, and while it is outside of one and its main thread
+    moves: its stack differs from that of the last look. So rank 0 may fit a model for hours while the others
+    wait for it. A stopped process makes no progress, nor does a call that never returns.
+    """
+
+    def __init__(self):
+        self.store = _store.clone()  # its own connection: a call may block
+        self.finished, self.stack = 0, []  # at the last look
+        self.total = 0  # of all ranks
+
+    def moved(self) -> bool:
+        """Return whether this rank has made progress since the last look."""
+        frame, stack = sys._current_frames()[threading.main_thread().ident], []
+        while frame:
+            stack.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        moved = _finished != self.finished or (not _waiting and stack != self.stack)
+        self.finished, self.stack = _finished, stack
+        return moved
+
+    def exchange(self, seconds: float) -> None:
+        """Count this rank's progress and read that of all ranks, again and again."""
+        with contextlib.suppress(RuntimeError):  # the store has ended, and with it the run
+            while True:
+                self.total = self.store.add("progress", int(self.moved()))
+                time.sleep(seconds)
+
+
+def watch(minutes: float, end: Callable[[str], None]) -> None:
+    """Call `end` with a message if no rank makes progress for so long while this rank waits in a collective.
+
+    `end` is called in a thread and must end the process, as the main thread cannot be reached. Minutes are
+    counted in steps of a second at most, so a run that was suspended as a whole goes on.
+    """
+    if world_size() == 1:
+        return
+    progress, seconds = Progress(), min(1.0, 6 * minutes)
+
+    def look() -> None:
+        seen, quiet = 0, 0.0
+        while quiet < 60 * minutes:
+            time.sleep(seconds)
+            quiet = quiet + seconds if _waiting and progress.total == seen else 0.0
+            seen = progress.total
+        end(
+            f"--rank_timeout {minutes:g}: rank {rank()} of {world_size()} waits, and no rank has made "
+            "progress for so many minutes: one of them hangs or was stopped; raise it if one may need longer"
+        )
+
+    for task in (functools.partial(progress.exchange, seconds), look):
+        threading.Thread(target=task, daemon=True).start()
+
+
 # --- shares and gathers ---
 
 
 @contextlib.contextmanager
-def _rank_lost_on_error() -> Iterator[None]:
+def _collective() -> Iterator[None]:
+    """Mark this rank as waiting for others, and raise RankLost if the connection to one of them breaks."""
+    global _waiting, _finished
+    _waiting = True
     try:
         yield
     except RuntimeError as error:
         _stop_once()
         why = f"rank {rank()} of {world_size()} has lost another rank, which ended or broke its connection"
         raise RankLost(why) from error
+    finally:
+        _waiting = False
+        _finished += 1
 
 
 def gather(items: list) -> list:
@@ -160,7 +229,7 @@ def gather(items: list) -> list:
     if world_size() == 1:
         return items
     parts: list = [None] * world_size()
-    with _rank_lost_on_error():
+    with _collective():
         dist.all_gather_object(parts, items)
     return [item for part in parts for item in part]
 
@@ -247,10 +316,11 @@ def sum_gradients(parameters: list[Tensor]) -> None:
         flat = [p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in bucket]
         present = bucket[0].new_tensor([p.grad is not None for p in bucket])  # its sum: ranks with a gradient
         summed = torch.cat([*flat, present])
-        with _rank_lost_on_error():
+        with _collective():
             dist.all_reduce(summed, group=_group(summed.device.type))
-        *sums, present = summed.split([*(p.numel() for p in bucket), len(bucket)])
-        for p, total, ranks in zip(bucket, sums, present.tolist(), strict=True):
+            *sums, present = summed.split([*(p.numel() for p in bucket), len(bucket)])
+            present = present.tolist()  # a GPU waits for the other ranks here
+        for p, total, ranks in zip(bucket, sums, present, strict=True):
             p.grad = total.view_as(p) if ranks else None
 
 

@@ -40,6 +40,7 @@ ORDER = [
     "scale.plan",
     "record.metrics",
     "record.checkpoint",
+    "record.identity",
     "record.log",
     "record.report",
     "record.recorder",

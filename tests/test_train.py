@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import flags
 import train
 from envs import Household, make_env
-from record import artifacts, checkpoint, report
+from record import artifacts, checkpoint, identity, report
 from record.log import read_lines
 
 ROOT = Path(__file__).parent.parent
@@ -270,6 +271,129 @@ def test_a_resumed_run_does_not_make_start_and_reward_model_again(tmp_path, monk
     train_main(["--resume", f"--out={tmp_path}"])
     assert story(tmp_path)[0] == straight[0]
     assert not (tmp_path / f"{checkpoint.ASIDE}policy").exists()
+
+
+def changed_weights(folder):
+    """Change one weight of a model folder by a little."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def changed_word(folder):
+    """Give two words of a word-level tokenizer each other's ids."""
+    path = folder / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    words = settings["model"]["vocab"]
+    one, other = list(words)[-2:]
+    words[one], words[other] = words[other], words[one]
+    path.write_text(json.dumps(settings))
+
+
+def changed_template(folder):
+    path = folder / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<user>", "<user> "))
+
+
+def changed_epsilon(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.1}))
+
+
+def cut_weights(folder):
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+CHANGES = [
+    (changed_weights, "the model weights in the run folder changed since the run was trained"),
+    (changed_word, "the tokenizer in the run folder changed since the run was trained"),
+    (changed_template, "the chat template in the run folder changed since the run was trained"),
+    (changed_epsilon, "the model config (rms_norm_eps) in the run folder changed since the run was"),
+    (cut_weights, "start/ cannot be loaded ("),
+    (
+        shutil.rmtree,
+        "cannot be loaded: start/ is missing; put the old files back",
+    ),
+]
+
+
+@pytest.mark.parametrize("mode", ["--resume", "--eval_only"])
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_a_changed_start_is_refused_by_name(first_run, tmp_path, capsys, mode, change, words):
+    folder = shutil.copytree(first_run, tmp_path / "run")
+    change(folder / "start")
+    with pytest.raises(SystemExit) as exit:
+        train_main([mode, f"--out={folder}"])
+    said = capsys.readouterr().err
+    assert exit.value.code == 2 and said.startswith(f"error: --out {folder}: ") and words in said
+    assert said.count("\n") == 1
+
+
+def test_a_changed_step_reward_model_is_refused(first_run, tmp_path, capsys):
+    folder = shutil.copytree(first_run, tmp_path / "run")
+    weights = load_file(folder / "reward_model" / "model.safetensors")
+    weights["head.2.weight"][0, 1] += 1e-3
+    save_file(weights, folder / "reward_model" / "model.safetensors")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit):
+        train_main(["--resume", f"--out={folder}", "--total_updates=3"])
+    assert "the step reward model in the run folder changed since the run was" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_changed_model_of_another_folder_is_refused_by_name(first_run, tmp_path, capsys):
+    model = shutil.copytree(first_run / "start", tmp_path / "model")
+    options = on(first_run, model=model, method="outcome", lora_rank=2)
+    train_main(argv(tmp_path / "run", total_updates=1, **options))
+    changed_weights(model)
+    capsys.readouterr()
+    for mode in ("--resume", "--eval_only"):
+        with pytest.raises(SystemExit):
+            train_main([mode, f"--out={tmp_path / 'run'}"])
+        assert capsys.readouterr().err == (
+            f"error: --model {model}: the model weights there changed since the run was trained; put the old "
+            "files back, or start a new run\n"
+        )
+
+
+def test_fingerprints_depend_on_names_values_and_order_but_not_on_layout():
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+    known = identity.of_tensors(weights)
+    assert known == identity.of_tensors({"b": weights["b"], "a": weights["a"].T.contiguous().T})
+    swapped = weights["a"].clone()
+    swapped[0, 0], swapped[1, 2] = 5.0, 0.0  # the same sum
+    for other in (swapped, weights["a"] + 1e-6, weights["a"].reshape(3, 2), weights["a"].double()):
+        assert known != identity.of_tensors(weights | {"a": other})
+    assert known != identity.of_tensors({"a": weights["a"], "c": weights["b"]})
+
+
+def test_a_model_config_is_compared_by_the_keys_that_both_sides_have():
+    saved = {"tokenizer": "x", "model config": {"rope": 1, "layers": 2, "old": 3}}
+    assert identity.changed_parts(saved, {"tokenizer": "x", "model config": {"rope": 1, "new": 4}}) == []
+    found = {"tokenizer": "y", "model config": {"rope": 5, "layers": 2}}
+    assert identity.changed_parts(saved, found) == ["tokenizer", "model config (rope)"]
+    assert identity.changed_parts(saved, {"step reward model": "z"}) == []
+
+
+@pytest.mark.slow
+def test_a_run_folder_can_be_moved(first_run, tmp_path, monkeypatch):
+    from peft import AutoPeftModelForCausalLM
+
+    begun = {"method": "outcome", "lora_rank": 2, "warm_start": 2, "warm_start_episodes": 10}
+    train_main(argv(tmp_path / "old", total_updates=1, **begun))
+    named = json.loads((tmp_path / "old/policy/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "old/start")
+    (tmp_path / "old").rename(tmp_path / "new")
+    for path in (tmp_path / "new").rglob("*.json"):
+        if path.name not in ("run.json", "adapter_config.json"):
+            assert str(tmp_path / "old") not in path.read_text(), path
+    train_main(["--eval_only", f"--out={tmp_path / 'new'}"])
+    monkeypatch.chdir("/")
+    AutoPeftModelForCausalLM.from_pretrained(tmp_path / "new/policy")
+    train_main(["--resume", f"--out={tmp_path / 'new'}", "--total_updates=2"])
+    named = json.loads((tmp_path / "new/policy/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "new/start")
 
 
 class Saved:

@@ -1,6 +1,7 @@
 """Whole runs of the toy world (demo/toy.py): checkpoints, kills, resumption, damaged files and endings."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ import train
 from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 from record import checkpoint
 from record.log import Log, read_lines
+from scale import distributed
 from scale.distributed import RankLost
 from scale.vllm_sampler import EngineError
 
@@ -63,7 +65,10 @@ TOY = train.Pieces(
     ),
     make_world=lambda args, chat, seed: toy_world(args.episodes_per_task, args.context, seed=seed),
     make_policy=lambda args, base: SavedToy(),
+    load_reward_model=lambda args, base: None,
     make_reward_model=lambda *_: CountingScorer(),
+    of_base=lambda base: dict.fromkeys(["model weights", "tokenizer", "chat template"], "toy"),
+    of_reward_model=lambda model: {"step reward model": "toy"},
     draw_curves=lambda lines, path, title: None,
 )
 
@@ -95,7 +100,9 @@ def story(folder):
     lines = [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
     newest = checkpoint.read(checkpoint.listed(folder)[-1])
     tensors = {file: {key: t.tolist() for key, t in part.items()} for file, part in newest.tensors.items()}
-    state = {key: value for key, value in newest.state.items() if key not in ("seconds", "sizes")}
+    state = {
+        key: value for key, value in newest.state.items() if key not in ("seconds", "sizes", "metrics_sha256")
+    }
     return lines, read_lines(folder / "transcripts.jsonl"), tensors, state
 
 
@@ -291,6 +298,195 @@ def test_a_log_that_lost_lines_is_not_continued(run_folder, capsys):
     assert "metrics.jsonl has 100 bytes where the checkpoint saw" in capsys.readouterr().err
 
 
+def garbled(path):
+    """Replace a file's content by as many other bytes."""
+    path.write_bytes(
+        bytes(reversed(range(256))) * (path.stat().st_size // 256) + b"x" * (path.stat().st_size % 256)
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (garbled, "metrics.jsonl was changed since the checkpoint; put the file back, or start a new run"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"update": 1', '"update": 7', 1)),
+            "was changed",
+        ),
+        (Path.unlink, "metrics.jsonl has 0 bytes where the checkpoint saw"),
+    ],
+)
+def test_a_changed_log_is_refused_before_the_model_is_loaded(run_folder, damage, words):
+    damage(run_folder / "metrics.jsonl")
+    message = refused("--resume", "--out", str(run_folder))
+    assert message.startswith(f"--out {run_folder}: ") and words in message
+
+
+def test_a_log_without_its_checkpoints_is_not_overwritten(run_folder):
+    shutil.rmtree(run_folder / "checkpoints")
+    assert refused("--resume", "--out", str(run_folder)) == (
+        f"--out {run_folder}: {run_folder / 'metrics.jsonl'} has a second loop, but its checkpoints have "
+        "gone; put them back, or start a new run"
+    )
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 1000)])
+def test_lost_transcripts_are_reported_and_the_run_goes_on(finished, run_folder, damage, capsys):
+    damage(run_folder / "transcripts.jsonl")
+    resume(run_folder, 6)
+    assert "bytes of transcripts.jsonl are lost; the run goes on without them" in capsys.readouterr().out
+    assert {line["update"] for line in read_lines(run_folder / "transcripts.jsonl")} >= {4, 6}
+    straight = run_folder.parent / "straight"
+    shutil.copytree(finished, straight)
+    resume(straight, 6)
+    assert story(run_folder)[0] == story(straight)[0]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"resumed": 3}'])
+def test_a_broken_run_json_is_kept_aside_and_the_run_goes_on(run_folder, text):
+    (run_folder / "run.json").write_text(text)
+    resume(run_folder, 6)
+    assert (run_folder / "run.json.damaged").read_text() == text
+    assert json.loads((run_folder / "run.json").read_text())["argv"][0] == "--resume"
+
+
+def edited(folder, removed=(), **changes):
+    """Change values of a config.json and remove keys."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in values.items() if name not in removed}))
+
+
+@pytest.mark.parametrize("mode", ["--resume", "--eval_only"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"clip_eps": 0.3},
+            "config.json was changed: clip_eps is 0.3 and was 0.2; write the old values back",
+        ),
+        ({"removed": ["threads"]}, "config.json was changed: threads is missing and was 1; "),
+        ({"seed": 1, "k": 4, "algo": "ppo"}, 'algo is "ppo" and was "grpo", k is 4 and was 2 (and 1 more); '),
+    ],
+)
+def test_a_changed_config_is_refused_by_key(run_folder, mode, changes, words):
+    edited(run_folder, **changes)
+    message = refused(mode, "--out", str(run_folder))
+    assert message.startswith(f"--out {run_folder}: ") and words in message
+
+
+def test_an_emptied_config_is_refused_by_key(run_folder):
+    (run_folder / "config.json").write_text("{}")
+    message = refused("--resume", "--out", str(run_folder))
+    assert (
+        'config.json was changed: method is missing and was "rspo", algo is missing and was "grpo" (and'
+        in message
+    )
+
+
+def test_flags_that_may_change_may_also_change_in_the_config(run_folder):
+    edited(run_folder, total_updates=8, keep_checkpoints=3)
+    args, newest = train.read_flags(["--resume", "--out", str(run_folder)])
+    assert (args.total_updates, newest.name) == (8, "update_000004")
+
+
+@pytest.mark.parametrize("part", ["model weights", "tokenizer", "chat template", "step reward model"])
+def test_another_model_is_refused_by_name_and_nothing_is_written(run_folder, part, capsys):
+    files = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    other = dataclasses.replace(
+        TOY,
+        of_base=lambda base: {part: "another"},
+        load_reward_model=lambda args, base: CountingScorer(),
+        of_reward_model=lambda model: {part: "another"},
+    )
+    with pytest.raises(SystemExit) as exit:
+        train.main(["--resume", "--out", str(run_folder), "--total_updates", "6"], pieces=other)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: --model tiny: the {part} there changed since the run was trained; put the old files back, "
+        "or start a new run\n"
+    )
+    assert files == {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["critic", "explorer_critic"])
+def test_a_checkpoint_that_lacks_a_critic_is_refused(tmp_path, capsys, name):
+    start(tmp_path / "run", 2, "--algo", "ppo")
+    path = tmp_path / "run" / "checkpoints" / "update_000002" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"][f"{name}.safetensors"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit):
+        resume(tmp_path / "run", 4)
+    assert f"update_000002 has no {name}.safetensors; start a new run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda manifest: manifest["sha256"].pop("policy.safetensors"), "does not list policy.safetensors"),
+        (lambda manifest: manifest.update(sha256="x"), "is missing or unreadable"),
+        (lambda manifest: manifest.update(updates=3), "is of another checkpoint, after 3 updates"),
+    ],
+)
+def test_a_changed_manifest_is_refused(run_folder, change, words):
+    path = run_folder / "checkpoints" / "update_000004" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    assert f"update_000004 is damaged (manifest.json {words})" in refused(
+        "--resume", "--out", str(run_folder)
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    run_folder, tmp_path, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    inside = tmp_path / "file" / "run"
+    assert refused("--out", str(inside)) == f"--out {inside}: {tmp_path / 'file'} is a file; give a folder"
+    for name in ("transcripts.jsonl", "summary.json"):
+        (run_folder / name).unlink()
+        (run_folder / name).mkdir()
+        message = refused("--resume", "--out", str(run_folder))
+        assert message == f"--out {run_folder}: {run_folder / name} is a folder; remove it"
+        (run_folder / name).rmdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    assert refused("--out", str(tmp_path / "new")) == (
+        f"--out {tmp_path / 'new'}: {tmp_path} cannot be written; change its permissions, or give another "
+        "folder"
+    )
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error_in_one_line(run_folder, capsys):
+    (run_folder / ".lock").unlink()
+    (run_folder / ".lock").mkdir()
+    with pytest.raises(SystemExit) as exit:
+        resume(run_folder, 6)
+    assert exit.value.code == 2 and ".lock cannot be opened (Is a directory)" in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_is_reported(run_folder, capsys):
+    path = run_folder / "checkpoints" / "update_000004"
+    saved = checkpoint.read(path)
+    checkpoint.write(run_folder, 4, checkpoint.Checkpoint(saved.tensors, saved.state | {"ranks": 8}), keep=2)
+    resume(run_folder, 6)
+    assert "resumed with 1 ranks in place of 8: results differ by rounding" in capsys.readouterr().out
+    resume(run_folder, 8)
+    assert "in place of" not in capsys.readouterr().out
+
+
+def test_the_weights_of_all_agents_are_compared_between_ranks(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr(distributed, "check_alike", lambda parameters: compared.append(parameters))
+    start(tmp_path, 2, "--algo", "ppo")
+    (parameters,) = compared
+    shapes = sorted(tuple(p.shape) for p in parameters)
+    words = len(ToyPolicy().critic.table)
+    assert shapes == [(words,), (words,), (words, words), (words, words)]  # two critics, A and B
+    assert len({id(p) for p in parameters}) == 4
+
+
 def test_two_processes_do_not_work_in_one_folder(run_folder, capsys):
     with checkpoint.lock(run_folder), pytest.raises(SystemExit) as exit:
         resume(run_folder, 6)
@@ -355,6 +551,18 @@ def test_a_known_error_ends_the_run_with_one_line(tmp_path, capsys, error, statu
     assert exit.value.code == status
     assert said.startswith(message) and said.count("\n") == 1
     assert ("resume with" in said) == isinstance(error, RankLost)  # elsewhere the same would happen again
+
+
+def test_a_disk_that_can_no_longer_be_written_is_a_known_error(tmp_path, capsys):
+    def fail(args, base):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "the file")
+
+    with pytest.raises(SystemExit) as exit:
+        start(tmp_path / "run", 2, pieces=dataclasses.replace(TOY, make_policy=fail))
+    said = capsys.readouterr().err
+    assert exit.value.code == 1 and said.startswith(
+        "error: [Errno 30] Read-only file system: 'the file'; resume"
+    )
 
 
 def test_an_unknown_error_is_raised(tmp_path):

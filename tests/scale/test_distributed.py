@@ -267,6 +267,27 @@ def be(number, ports, folder):
     os._exit(0)
 
 
+def hang(number, stopped, port, folder):
+    """Be one of two ranks. Rank 0 works longer than the timeout, then the rank `stopped` is stopped.
+
+    The other one waits for it and writes its message to a file.
+    """
+    os.environ.update(environment_of(number, 2, port))
+    distributed.start()
+
+    def end(why):
+        (folder / f"hang {stopped}").write_text(why)
+        os._exit(3)
+
+    distributed.watch(0.04, end)  # 2.4 seconds
+    ends = time.monotonic() + 5
+    on_rank_0(lambda: [sum(range(100)) for _ in iter(lambda: time.monotonic() < ends, False)] and None)
+    assert time.monotonic() >= ends - 1
+    if number == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    distributed.wait()
+
+
 def environment_of(number, ranks, port):
     return {
         "RANK": str(number),
@@ -391,6 +412,25 @@ def test_a_rank_that_is_killed_is_noticed_at_once_and_reported_once(processes):
         message, seconds = pickle.loads((processes / f"3 {i}").read_bytes())["loss"]
         assert message.startswith(f"rank {i} of 3 has lost another rank") and seconds < 60
     assert sum(bool((processes / f"said {i}").read_text()) for i in range(2)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])  # rank 0 hosts the store
+def test_a_rank_that_hangs_ends_the_others_and_one_that_works_does_not(stopped, tmp_path):
+    spawn, port = get_context("spawn"), free_port()
+    both = [spawn.Process(target=hang, args=(number, stopped, port, tmp_path)) for number in range(2)]
+    for process in both:
+        process.start()
+    other = both[1 - stopped]
+    other.join(60)
+    both[stopped].kill()
+    both[stopped].join()
+    assert other.exitcode == 3
+    said = (tmp_path / f"hang {stopped}").read_text()
+    assert said == (
+        f"--rank_timeout 0.04: rank {1 - stopped} of 2 waits, and no rank has made progress for so many "
+        "minutes: one of them hangs or was stopped; raise it if one may need longer"
+    )
 
 
 def test_one_process_exchanges_nothing(one_process):
@@ -566,6 +606,18 @@ def test_a_run_resumes_with_another_number_of_ranks_and_ends_if_one_is_killed(ru
     policy = [line for line in lines_of(folder) if line["agent"] == "policy"]
     assert [line["update"] for line in policy][:4] == [1, 2, 3, 4]
     assert [line["environment_episodes"] for line in policy][:4] == [16, 32, 48, 64]
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_a_message_when_a_rank_is_stopped(run_of_two, tmp_path):
+    folder = tmp_path / "on"
+    shutil.copytree(run_of_two, folder)
+    process = begin(TORCHRUN, "--resume", f"--out={folder}", total_updates=1000, rank_timeout=0.05)
+    wait_for(folder / "checkpoints" / "update_000002", process)
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    status, _, errors = end(process, 90)  # torchrun needs half a minute to kill a stopped process
+    assert status != 0 and errors.count("error: --rank_timeout 0.05: rank 0 of 2 waits") == 1, errors
+    assert f"resume with: torchrun --nproc_per_node=2 train.py --resume --out {folder}" in errors
 
 
 @pytest.mark.slow
