@@ -278,7 +278,7 @@ def _is_weight_of(key: str, adapter: str | None) -> bool:
 
 # --- loading ------------------------------------------------------------------------------------------------
 
-LOADABLE = "give a causal LM of transformers: a folder of save_pretrained, or a hub id that can be fetched"
+LOADABLE = "it must be a causal LM of transformers; give a folder, or a hub id that can be fetched"
 OLD_MASK = r"\.attn\.(attention\.)?(masked_)?bias$"  # old GPT-2 and GPT-Neo files hold the causal mask
 MERGE_TOLERANCE = 1e-3  # of log-probs in fp32; rounding gives 1e-5
 
