@@ -7,9 +7,9 @@ and the step reward model, and the value of every flag.
 Fingerprints are taken of what was loaded, not of files: a hub cache or a folder may move, and a file may be
 written again with the same content. Of each tensor they hold name, type, shape, the sum of its 64-bit words
 modulo 2^64, and the bits of 4,096 elements. The sum is exact on every device and with any number of threads,
-so every changed weight counts; the elements show a change of order. A 7B model in bf16 takes a second on a CPU
-core, and less on a GPU. Left out: protection against somebody who makes a model with the same
-fingerprint on purpose.
+so every changed weight counts; the elements show a change of order. A 7B model in bf16 takes a second on a
+CPU core, and less on a GPU. Left out: protection against somebody who makes a model with the same fingerprint
+on purpose.
 """
 
 from __future__ import annotations
