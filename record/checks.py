@@ -158,11 +158,19 @@ def check_that_it_acts(args, name: str, files: set[str]) -> None:
         if (run / "policy").is_dir():
             remedy = f"give {run / 'policy'}"
         refuse(args, name, f"is {'a run' if run == path else 'a part of a run'}, not a model; {remedy}")
-    if run and args.eval_only and name == "model" and path == run / "policy":
-        why = "is a run's policy, and its prompts have the run's settings; evaluate it with --eval_only --out"
+    if run and args.eval_only and path == run / "policy" and made_of_tiny_model(run):
+        why = "is a tiny model, and its prompts need the run's settings; evaluate it with --eval_only --out"
         refuse(args, name, f"{why} {run}")
     if "reward_model.json" in files:
         refuse(args, name, "is a step reward model, which cannot act; give it with --reward_model")
+
+
+def made_of_tiny_model(run: Path) -> bool:
+    """Return True if a run trained the tiny model, which was made for short prompts."""
+    try:
+        return json.loads((run / "config.json").read_text(encoding="utf-8"))["model"] == "tiny"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def refuse_lfs_pointer(args, name: str, file: str) -> None:

@@ -283,7 +283,7 @@ def test_a_resumed_run_may_become_longer_and_not_another(run_folder):
     )
     assert refused(*here, "--learning_rate", "0.1").startswith("--learning_rate 0.1: the run in")
     assert refused(*here, "--total_updates", "2") == (
-        "--total_updates 2: update_000004 has had 4 updates; give 4 or more"
+        "--total_updates 2: update_000004 has 4 updates; give 4 or more"
     )
     assert "there are: update_000002, update_000004" in refused(*here, "--resume_from", "update_000003")
     args, newest = train.read_flags([*here, "--total_updates", "6", "--threads", "2", "--group_size", "2"])
