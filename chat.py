@@ -22,7 +22,7 @@ Some templates open the model's reasoning at the end of each prompt, for example
 then begins inside the reasoning. `Chat.opened` is what the prompt has opened.
 
 Left out: tool calls and images. A template that rewrites earlier turns, for example to drop their reasoning,
-is used only for what it puts between turns; the turns stay as they were.
+supplies only the tokens between turns; earlier turns stay unchanged.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def first_message(style: str, view: View) -> str:
 
 
 def next_message(style: str, view: View, turn: int) -> str:
-    """Write a later user message of a full context: only what is new."""
+    """Write a later user message of a full context, without the task."""
     if style == "short":
         return f"{view.notes} | {view.brief or view.observation}"
     return f"You are at step {turn + 1}. You observe: {view.observation}\n{_admissible(view)}"
@@ -180,7 +180,7 @@ class Glue:
 
 
 def _render(tokenizer, messages: list[tuple[str, str]]) -> str:
-    """Render (role, text) messages and the generation prompt. Templates that ask for the date get TODAY.
+    """Render (role, text) messages and the generation prompt. Templates that print the date print TODAY.
 
     Raises ValueError if the template refuses the messages or is damaged.
     """
@@ -411,7 +411,7 @@ class Dialogue:
     def window_prompt(self, view: View, past: list[tuple[str, str]]) -> list[int]:
         """Encode one message with the last turns of `past`, as many as `history` and the limit allow.
 
-        Only history is cut. A prompt that is too long without any is returned as it is.
+        Only history is cut. A prompt that is too long even without history is returned uncut.
         """
         for length in range(min(self.history, len(past)), -1, -1):
             text = window_message(self.style, view, past[len(past) - length :], turn=len(past))

@@ -1,7 +1,7 @@
 """The settings of Algorithm 1, with the paper's symbols. flags.py adds the other flags of a run.
 
-The docstring below a field is its help text. Nothing heavy is imported here, so that `python train.py --help`
-answers at once.
+The docstring below a field is its help text. This file imports no large package, so that
+`python train.py --help` answers at once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Config:
     k: int = 3
     """k: updates per phase, first of B, then of A."""
     tasks_per_update: int = 8
-    """B (batch size): tasks per update, fresh and replayed together."""
+    """B (batch size; not agent B): tasks per update, fresh and replayed together."""
     group_size: int = 8
     """N: episodes per task. PPO plays tasks_per_update * group_size tasks once each."""
     off_policy_fraction: float = 0.125
@@ -98,7 +98,7 @@ class Config:
     entropy_coef: float = 0.001
     """Weight of the entropy bonus."""
     reward_scale: float = 10.0
-    """Return R = reward_scale * reward - invalid_penalty * (number of invalid replies)."""
+    """R = reward_scale * reward - invalid_penalty * (number of invalid replies): the return of an episode."""
     invalid_penalty: float = 0.1
     """Penalty in R for each reply without exactly one well-formed action."""
     reward_noise: float = 0.0
@@ -112,7 +112,7 @@ class Config:
     gigpo_omega: float = 1.0
     """omega of GiGPO: weight of the step advantages."""
     gigpo_std: bool = True
-    """GiGPO: divide by the standard deviation, at both levels."""
+    """GiGPO: divide episode and step advantages by their standard deviation."""
     gamma: float = 1.0
     """gamma of PPO, per action token."""
     gae_lambda: float = 1.0

@@ -6,7 +6,7 @@ makes one by its name. chat.py turns views into prompts.
 
 The `observation` of a view is the raw text of the environment. It is GiGPO's anchor: states with equal
 observations count as one state. Step counts, notes and other parts of a prompt therefore never go into it.
-Text from an environment is data: a tag inside an observation has no meaning here.
+Text from an environment is data: a tag inside an observation has no meaning.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class WebShop:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the held-out goals. All goals take part in it, as they are shuffled together."""
+        """A digest of the held-out goals. It depends on all goals, as they are shuffled together."""
         held_out = self.shop.goals[: self.ranges["train"].start]
         return _digest([repr(self.shop), *(f"{goal.asin} {goal.instruction_text}" for goal in held_out)])
 
@@ -404,7 +404,7 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 def env_class(name: str) -> type[Env]:
-    """Return the class of an environment. It answers what does not depend on data, for example step_limit."""
+    """Return the class of an environment. Facts that need no data, such as step_limit, are read from it."""
     classes = {"household": Household, "alfworld": AlfWorld, "webshop": WebShop}
     if name not in classes:
         raise ValueError(f"environment {name!r} is unknown: this version has {', '.join(classes)}")

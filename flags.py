@@ -1,7 +1,8 @@
 """The flags of a run: their defaults, the presets, and the combinations that are refused.
 
 `prepare(argv)` reads, completes and checks the flags before a model is loaded or a folder is made. A preset
-and the config.json of a run are read as if their flags stood in front of the given ones; the later flag wins.
+and the config.json of a run are read as if their flags came before those of the command line; the later
+flag wins.
 config.py holds the flags of Algorithm 1, record/command_line.py the parser, record/checks.py the checks.
 
 torch is imported only if a flag needs it, so that --help and usage errors answer at once.
@@ -44,7 +45,7 @@ class Args(Config):
     adam_beta2: float | None = None
     """beta2 of AdamW. Default: tiny 0.99, else 0.999"""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
 
     # model
     model: str = "tiny"
@@ -65,7 +66,7 @@ class Args(Config):
     """Compute matrix products of fp32 weights and adapters in bf16. Losses and softmaxes stay in fp32.
     Default: True if --dtype is bfloat16 and the device computes in bf16 natively"""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:1. auto: a GPU if there is one. With several ranks, each takes its own GPU."""
+    """auto, cpu, cuda or cuda:1. auto: a GPU if there is one. With several ranks, each rank has its own."""
 
     # environment
     env: str = "household"
@@ -77,7 +78,7 @@ class Args(Config):
     webshop_products: Literal["small", "all"] | None = None
     """The set of 1,000 products or the full set. Default: the set that the folder contains"""
     webshop_goals: Literal["synthetic", "human"] = "synthetic"
-    """Instructions made from attributes or written by people. The latter need the full set of products."""
+    """Instructions made from attributes or written by people. Human goals need the full set of products."""
     webshop_reward: Literal["success", "score"] = "success"
     """Outcome reward in training. success: 1 for a full score, else 0. score: the score itself."""
     env_workers: int = 0
@@ -132,8 +133,8 @@ class Args(Config):
     expert_share: float | None = None
     """Share of the demonstrated turns in which the expert's action is played. Default: 0.5, webshop 0.75"""
     hesitation_share: float | None = None
-    """Share of the turns in which it only looks around (webshop: acts hastily). In the other turns it errs:
-    any admissible action is played. Default: 0.45, webshop 0.22"""
+    """Share of the turns in which the expert only looks around (webshop: acts hastily). In the other turns
+    it errs: any admissible action is played. Default: 0.45, webshop 0.22"""
     warm_start_turns: int | None = None
     """Demonstrated turns per supervised update. Default: 128, webshop 64"""
     warm_start_lr: float | None = None
@@ -149,7 +150,7 @@ class Args(Config):
     reward_model_episodes: int | None = None
     """Number of these episodes. A tenth is held out to report the fit. Default: 2000, alfworld 1000"""
     reward_model_epochs: int = 2
-    """Passes over these episodes."""
+    """Passes over the episodes of the fit."""
     reward_model_lr: float | None = None
     """Peak learning rate of the fit. Default: tiny 1e-3, else 1e-5"""
 
@@ -157,14 +158,15 @@ class Args(Config):
     out: str | None = None
     """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>"""
     preset: Literal["paper-alfworld", "paper-webshop"] | None = None
-    """The paper's values, or verl-agent's where it gives none. Other given flags win. Default: none"""
+    """The paper's values, or verl-agent's where it gives none. Flags on the command line override
+    them. Default: none"""
     config: str | None = None
-    """Take the flags of this config.json. Other given flags win. Default: none"""
+    """Take the flags of this config.json. Flags on the command line override them. Default: none"""
     resume: bool = False
     """Continue the run in --out from its newest checkpoint. A larger --total_updates makes the run longer."""
     resume_from: str | None = None
-    """With --resume: the checkpoint to continue from, for example update_000012. Later ones are removed.
-    Default: the newest"""
+    """With --resume: the checkpoint to continue from, for example update_000012. Later checkpoints are
+    removed. Default: the newest"""
     eval_only: bool = False
     """Only evaluate: the policy of the run in --out or, without --out, the --model itself."""
     plan: bool = False
@@ -191,7 +193,7 @@ class Args(Config):
             raise UsageError(str(error)) from None
         if (self.expert_share or 0) + (self.hesitation_share or 0) > 1:
             both = f"--expert_share {self.expert_share} with --hesitation_share {self.hesitation_share}"
-            raise UsageError(f"{both}: exceed 1 together; lower one of them")
+            raise UsageError(f"{both}: their sum exceeds 1; lower one of them")
         if 0 < self.eval_temperature < 0.001:
             refuse(self, "eval_temperature", "is too small to divide by; give 0 for greedy, or 0.001 or more")
 

@@ -36,7 +36,9 @@ from batch import Batch
 from chat import FORMAT, Chat
 from record.model_checks import base_of_adapter, check_folder, check_keys, check_tokenizer, explained
 
-CHUNK_LOGITS = 2**23  # elements of a (chunk, V) block of logits: 32 MB in fp32; six are alive at once
+CHUNK_LOGITS = (
+    2**23
+)  # elements of a (chunk, V) block of logits: 32 MB in fp32; six such blocks are alive at once
 
 
 def chunk_of(vocabulary: int) -> int:
@@ -213,8 +215,8 @@ class Base:
     def attach(self, name: str, lora_rank: int, lora_alpha: float, seed: int) -> tuple:
         """Make the weights of a new agent. Returns the model it runs and its parameters by name.
 
-        They are a LoRA adapter on the base, or a copy of the start if lora_rank is 0. The first such agent
-        trains `model` itself, and `reference` keeps the start.
+        They are a LoRA adapter on the base, or a copy of the start if lora_rank is 0. The first agent
+        with full weights trains `model` itself, and `reference` keeps the start.
         """
         if lora_rank == 0:
             model = self.model

@@ -158,7 +158,7 @@ class Policy(Agent):
         self.critic = None
         if self.settings.critic_learning_rate is not None:
             self.critic = Critic(base, f"{name}_critic", self.settings)
-        self._explorer: Policy | None = None  # the last fork; its tensors are used again
+        self._explorer: Policy | None = None  # the last fork; its tensors are reused
         self._discarded = False
 
     def activate(self) -> nn.Module:
@@ -195,8 +195,8 @@ class Policy(Agent):
     def fork(self, name: str) -> Policy:
         """Return B: a copy of this agent's weights and AdamW state.
 
-        All forks share their tensors and their critic. That critic is not a copy of A's; it keeps what it
-        learned from fork to fork.
+        Every fork reuses the tensors of the last fork, overwritten by A's values. B's critic is not a copy of
+        A's: it keeps what it learned from fork to fork.
         """
         if self._explorer is None:
             self._explorer = Policy(self.base, name, **vars(self.settings))

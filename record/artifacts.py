@@ -45,7 +45,7 @@ def usage_error(flag: str = "", remedy: str = "", instead_of: str = ""):
 
 
 def make_once(folder: Path, play: Callable[[], list], make: Callable[[list], object]) -> bool:
-    """Let rank 0 save what `make` returns in `folder`, unless the folder exists. Return whether it was made.
+    """Let rank 0 save what `make` returns in `folder`, unless the folder exists. Return True if it was made.
 
     `make` gets the episodes that all ranks have played with `play`. Every rank then loads the folder, as a
     resumed run does, so that both continue with the same numbers.
@@ -151,7 +151,7 @@ def demonstrator(args: Args) -> str:
 def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):
     """Return the model that the agents start from: `base`, or start/ if the run has to make one.
 
-    A run makes one if --warm_start asks for it, or if an adapter was merged into --model.
+    A run makes one if --warm_start is above 0, or if an adapter was merged into --model.
     """
 
     def play() -> list[Trajectory]:
@@ -159,8 +159,9 @@ def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):
             return []
         name = "the tiny model" if args.model == "tiny" else args.model
         print_line(
-            f"warm start, not part of RSPO: {name} cannot act yet, so it first has {args.warm_start} "
-            f"supervised updates on {args.warm_start_episodes:,} games played by {demonstrator(args)}"
+            f"warm start, not part of RSPO: {name} cannot act yet, so it is first trained for "
+            f"{args.warm_start} supervised updates on {args.warm_start_episodes:,} games played by "
+            f"{demonstrator(args)}"
         )
         return demonstrate(args.warm_start_episodes)
 
@@ -175,7 +176,7 @@ def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):
 
 
 def warm_start_base(args: Args, base, episodes: list[Trajectory]) -> None:
-    """Train the starting model on the demonstrations, and print how it went. Raises UsageError."""
+    """Train the starting model on the demonstrations, and print the last loss. Raises UsageError."""
     flag = f"--warm_start {args.warm_start}: "
     with progress_bar(args.warm_start, "warm start", leave=False) as bar, usage_error(flag):
         losses = warm_start(
@@ -257,9 +258,8 @@ def make_reward_model(
     values = {name: "n/a" if value is None else value for name, value in model.report.items()}
     print_line(
         "step reward model: on {held_out_episodes:,} held-out episodes ({held_out_successes} solved) AUC "
-        "{auc:.3}, correlation {correlation:.3}, MSE {mse:.3} (of the mean: {mse_of_mean:.3})".format(
-            **values
-        )
+        "{auc:.3}, correlation {correlation:.3}, MSE {mse:.3} (of always predicting the mean: "
+        "{mse_of_mean:.3})".format(**values)
     )
     return model
 

@@ -38,7 +38,7 @@ FILES = ("run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curv
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     tensors: dict[str, dict[str, Tensor]]  # by file: "policy", "critic", "explorer_critic"
     state: dict  # JSON; its "updates" are A's updates so far
@@ -100,8 +100,8 @@ def sweep(folder: Path) -> None:
 def lock(folder: Path):
     """Return an open file that keeps other processes out of the folder until it is closed.
 
-    The system closes it however this process ends. Raises ValueError if another process is in the folder, or
-    if the file cannot be opened.
+    The system closes the file when the process ends, also after a kill. Raises ValueError if another process
+    is in the folder, or if the file cannot be opened.
     """
     try:
         file = open(folder / LOCK, "w")  # noqa: SIM115
@@ -115,7 +115,7 @@ def lock(folder: Path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ValueError("another process works in it; wait for it, or stop it") from None
+        raise ValueError("another process works in this folder; wait for it, or stop it") from None
     return file
 
 
@@ -191,7 +191,7 @@ def _sums(path: Path) -> dict[str, str]:
 
 
 def damage(path: Path) -> str | None:
-    """Name the damaged checkpoint and its first damaged file; return None if all is as it was written."""
+    """Name the damaged checkpoint and its first damaged file; return None if no file is damaged."""
     try:
         for name, expected in _sums(path).items():
             if not (path / name).is_file():
@@ -281,13 +281,14 @@ def check_config(path: Path, saved: dict, free: set[str]) -> None:
 def choose(folder: Path, name: str | None = None) -> Path | None:
     """Return the run's checkpoint of that name (default: the newest), or None if the run has none yet.
 
-    Raises ValueError if there is none of that name, if it is damaged, or if an older version wrote the run.
+    Raises ValueError if no checkpoint has that name, if the checkpoint is damaged, or if an older version
+    wrote the run.
     """
     paths = listed(folder)
     if not paths and (old := sorted(folder.glob("checkpoints/step_*"))):
         raise ValueError(
             f"its checkpoints ({old[-1].name}) were written by an older version and cannot be read; start a "
-            "new run; its policy/ can be given as --model and its reward_model/ as --reward_model"
+            "new run; a new run can take its policy/ with --model and its reward_model/ as --reward_model"
         )
     chosen = paths[-1] if paths else None
     if name:
@@ -299,7 +300,7 @@ def choose(folder: Path, name: str | None = None) -> Path | None:
     if not fault:
         return chosen
     whole = [path.name for path in paths[: paths.index(chosen)] if not damage(path)]
-    remedy = "no whole one is left before it: start a new run"
+    remedy = "no undamaged checkpoint is left before it: start a new run"
     if whole:
-        remedy = f"--resume --resume_from {whole[-1]} continues from the one before it"
+        remedy = f"--resume --resume_from {whole[-1]} continues from the checkpoint before it"
     raise ValueError(f"{fault}; {remedy}")

@@ -264,7 +264,7 @@ def check_vllm(args) -> None:
         why = "its engine cannot follow full weights; give --lora_rank 8, or kv"
         refuse(args, "lora_rank", f"{with_vllm} {why}")
     if args.lora_rank > 512:
-        refuse(args, "lora_rank", f"{with_vllm} its limit is 512; give no more, or kv")
+        refuse(args, "lora_rank", f"{with_vllm} its limit is 512; give at most 512, or --sampler kv")
     if args.model == "tiny" and args.tiny_width % (32 * args.tiny_heads):
         why = f"each head must get a multiple of 32 of --tiny_width {args.tiny_width}"
         refuse(args, "tiny_heads", f"{with_vllm} {why}; give {max(1, args.tiny_width // 32)}, or kv")

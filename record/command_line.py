@@ -289,7 +289,7 @@ class CommandLine:
         except RecursionError:
             raise ValueError("its lists are nested too deeply") from None
         if not isinstance(values, dict):
-            raise ValueError("it contains no names")
+            raise ValueError("it is not a JSON object")
         values = {self.old_names.get(name, name): value for name, value in values.items()}
         for name in values:
             if name not in self.flags or name in self.unsaved:

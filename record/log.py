@@ -37,7 +37,7 @@ Listener = Callable[[dict], None]  # called with every line of metrics.jsonl
 class Log:
     """Appends to metrics.jsonl and transcripts.jsonl of a run folder, and calls the listeners.
 
-    `lines` holds every line of metrics.jsonl so far, those of earlier starts of the run included. `lost` is
+    `lines` holds every line of metrics.jsonl so far, including the lines of earlier starts. `lost` is
     the number of bytes of transcripts.jsonl that have gone since the checkpoint.
     """
 
@@ -101,7 +101,7 @@ class Log:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a log. An unfinished last line is skipped: the run may be writing it, or was killed in it.
+    """Read a log. An unfinished last line is skipped: a run is writing it, or was killed while it did.
 
     Raises ValueError if another line is damaged.
     """
@@ -148,7 +148,7 @@ def check_log(folder: Path, state: dict) -> None:
 def open_log(folder: Path, state: dict) -> Log:
     """Open the log, truncated to its length at this checkpoint, and delete later checkpoints.
 
-    `state` is the checkpoint's; an empty one stands for a new run. `check_log` has accepted it.
+    state: the checkpoint's state, {} for a new run. `check_log` has accepted it.
     """
     if state:
         for path in checkpoint.listed(folder):
@@ -172,7 +172,9 @@ def numbers_of(line: dict) -> dict[str, float]:
 
 
 def tensorboard_listener(folder: Path, past: list[dict]) -> Listener:
-    """Return a listener that writes <folder>/tensorboard. It starts anew and first writes the past lines.
+    """Return a listener that writes <folder>/tensorboard.
+
+    It replaces an older folder and first writes the past lines.
 
     The x axis of every curve is the number of updates of its own agent.
     """

@@ -97,7 +97,7 @@ def saved_run(folder, **values):
         ("--preset paper-alfworld --config x.json", "--config x.json", "give another"),
         ("--env alfworld --alfworld_data tests", "--alfworld_data tests", "alfworld-download"),
         ("--sampler vllm", "--lora_rank 0", "give --lora_rank 8, or kv"),
-        ("--sampler vllm --lora_rank 513", "--lora_rank 513", "give no more, or kv"),
+        ("--sampler vllm --lora_rank 513", "--lora_rank 513", "give at most 512, or --sampler kv"),
         ("--sampler vllm --lora_rank 8", "--tiny_heads 4", "give 2, or kv"),
         ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 0.001", "--temperature 0.001", "at 0"),
         ("--sampler vllm --lora_rank 8 --tiny_heads 2 --temperature 3", "--temperature 3.0", "to 2, or"),
@@ -254,7 +254,7 @@ def test_help_begins_with_the_method_and_the_symbols_of_the_paper(help_lines):
     for flag, symbol in {
         "--k INT": "k:",
         "--group_size INT": "N:",
-        "--tasks_per_update INT": "B (batch size):",
+        "--tasks_per_update INT": "B (batch size; not agent B):",
         "--off_policy_fraction FLOAT": "alpha:",
         "--clip_eps FLOAT": "epsilon:",
         "--kl_coef FLOAT": "beta:",
@@ -413,7 +413,7 @@ def test_a_config_of_another_machine_is_read_without_its_data(tmp_path, monkeypa
         ('{"momentum": null}', "momentum is no flag of a run; remove it"),
         ('{"resume": true}', "resume is no flag of a run; remove it"),
         ('{"env": "nowhere"}', "is no config.json of a run (environment 'nowhere' is unknown"),
-        ('["k", 3]', "is no config.json of a run (it contains no names); give another"),
+        ('["k", 3]', "is no config.json of a run (it is not a JSON object); give another"),
     ],
 )
 def test_a_bad_value_in_config_json_is_named_with_the_file_and_the_key(tmp_path, text, why):

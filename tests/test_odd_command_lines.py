@@ -271,7 +271,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--config configs/empty.json", "--config configs/empty.json", "give another"),
     ("--config configs/broken.json", "--config configs/broken.json", "give another"),
     ("--config configs/binary.json", "--config configs/binary.json", "give another"),
-    ("--config configs/list.json", "--config configs/list.json", "it contains no names); give another"),
+    ("--config configs/list.json", "--config configs/list.json", "it is not a JSON object); give another"),
     ("--config configs/deep.json", "--config configs/deep.json", "nested too deeply); give another"),
     ("--config configs/unknown.json", "--config configs/unknown.json: momentum", "remove it"),
     ("--config configs/action.json", "--config configs/action.json: resume", "remove it"),

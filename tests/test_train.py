@@ -150,8 +150,11 @@ def test_the_trained_policy_loads_with_transformers(first_run):
 
 def test_a_run_prints_what_it_does(first_output):
     _, printed = first_output
-    warm_start = "the tiny model cannot act yet, so it first has 40 supervised updates on 60 games played by"
-    assert f"warm start, not part of RSPO: {warm_start} an expert that searches" in printed
+    assert (
+        "warm start, not part of RSPO: the tiny model cannot act yet, so it is first trained for 40 "
+        in printed
+    )
+    assert "supervised updates on 60 games played by an expert that searches (50% of the turns)" in printed
     assert "an expert that searches (50% of the turns), hesitates (45%) and errs (5%)" in printed
     assert "step reward model: fitted on 40 games" in printed and "held-out episodes" in printed
     assert "success in % on 6 games of eval" in printed and "episodes  seconds" in printed

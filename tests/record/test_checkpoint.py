@@ -251,7 +251,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_is_offered
         flip_a_byte(run_folder / "checkpoints/update_000004" / name)
     message = refused("--resume", "--out", str(run_folder))
     assert "update_000004 is damaged" in message and name in message
-    assert message.endswith("--resume --resume_from update_000002 continues from the one before it")
+    assert message.endswith("--resume --resume_from update_000002 continues from the checkpoint before it")
     resume(run_folder, 4, "--resume_from", "update_000002")
     assert story(run_folder) == straight
 
@@ -261,7 +261,7 @@ def test_without_a_complete_checkpoint_the_remedy_is_a_new_run(run_folder):
         (path / "policy.safetensors").unlink()
     assert refused("--resume", "--out", str(run_folder)).endswith(
         "checkpoint update_000004 is damaged (policy.safetensors is missing); "
-        "no whole one is left before it: start a new run"
+        "no undamaged checkpoint is left before it: start a new run"
     )
 
 
@@ -271,7 +271,7 @@ def test_checkpoints_of_an_older_version_are_refused(run_folder):
     for mode in ("--resume", "--eval_only"):
         assert refused(mode, "--out", str(run_folder)) == (
             f"--out {run_folder}: its checkpoints (step_000004) were written by an older version and cannot "
-            "be read; start a new run; its policy/ can be given as --model and its reward_model/ as "
+            "be read; start a new run; a new run can take its policy/ with --model and its reward_model/ as "
             "--reward_model"
         )
 
@@ -491,7 +491,7 @@ def test_two_processes_do_not_work_in_one_folder(run_folder, capsys):
     with checkpoint.lock(run_folder), pytest.raises(SystemExit) as exit:
         resume(run_folder, 6)
     assert exit.value.code == 2
-    assert f"--out {run_folder}: another process works in it" in capsys.readouterr().err
+    assert f"--out {run_folder}: another process works in this folder" in capsys.readouterr().err
     resume(run_folder, 6)
 
 
