@@ -196,12 +196,16 @@ def read_object(args, name: str, file: str) -> dict:
 
 
 def check_base_of_adapter(args, name: str, settings: dict) -> None:
-    """Raise UsageError unless an adapter's settings name a base model, and its folder exists."""
+    """Raise UsageError unless an adapter's settings name a base model, and its folder exists.
+
+    The policy of a run that was moved finds the run's start/ beside it.
+    """
     base = settings.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         why = "its adapter_config.json names no base model; add base_model_name_or_path to it"
         refuse(args, name, why)
-    if base.startswith(("/", ".", "~")) and not Path(base).is_dir():
+    moved = Path(getattr(args, name)).parent / "start"
+    if base.startswith(("/", ".", "~")) and not Path(base).is_dir() and not moved.is_dir():
         why = f"its base model {text_of(base)} is missing; correct its adapter_config.json"
         refuse(args, name, why)
 

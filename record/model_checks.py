@@ -126,6 +126,9 @@ def base_of_adapter(folder: Path) -> str:
             raise ValueError("base_model_name_or_path is empty")
     if (folder / start).is_dir():  # relative to the adapter
         start = str((folder / start).resolve())
+    own_start = folder.parent / "start"
+    if start.startswith("/") and not Path(start).is_dir() and own_start.is_dir():  # the run folder was moved
+        start = str(own_start.resolve())
     if start.startswith(("/", ".", "~")) and not Path(start).is_dir():
         raise ValueError(f"its base {start} is not there; correct base_model_name_or_path in {file}")
     if not any(folder.glob("adapter_model.*")):

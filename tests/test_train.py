@@ -380,6 +380,8 @@ def test_a_model_config_is_compared_by_the_keys_that_both_sides_have():
 def test_a_run_folder_can_be_moved(first_run, tmp_path, monkeypatch):
     from peft import AutoPeftModelForCausalLM
 
+    from model import load_base
+
     begun = {"method": "outcome", "lora_rank": 2, "warm_start": 2, "warm_start_episodes": 10}
     train_main(argv(tmp_path / "old", total_updates=1, **begun))
     named = json.loads((tmp_path / "old/policy/adapter_config.json").read_text())["base_model_name_or_path"]
@@ -388,6 +390,7 @@ def test_a_run_folder_can_be_moved(first_run, tmp_path, monkeypatch):
     for path in (tmp_path / "new").rglob("*.json"):
         if path.name not in ("run.json", "adapter_config.json"):
             assert str(tmp_path / "old") not in path.read_text(), path
+    assert load_base(str(tmp_path / "new/policy")).changed  # merged with start/ beside it
     train_main(["--eval_only", f"--out={tmp_path / 'new'}"])
     monkeypatch.chdir("/")
     AutoPeftModelForCausalLM.from_pretrained(tmp_path / "new/policy")
