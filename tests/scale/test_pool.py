@@ -347,6 +347,7 @@ class Words:
     """A chat of whole words. All samplers share one numbering, in order of first use."""
 
     numbers = {}
+    opened = ""
 
     def encode(self, text):
         return [self.numbers.setdefault(word, len(self.numbers) + 4) for word in text.split()]
