@@ -14,17 +14,17 @@ LARGEST_COUNT = 10**9  # a larger whole number is a slip
 
 RANGES = {  # (lowest, highest) value, here and in flags.Args; every other number must be above 0
     "off_policy_fraction": (0, 1),
-    "max_centre": (1, math.inf),
-    "kl_coef": (0, math.inf),
-    "entropy_coef": (0, math.inf),
-    "invalid_penalty": (0, math.inf),
-    "reward_noise": (0, math.inf),
+    "max_centre": (1.001, math.inf),  # at 1, every replayed token would be dropped
+    "kl_coef": (0, 1000),
+    "entropy_coef": (0, 1000),
+    "invalid_penalty": (0, 1000),
+    "reward_noise": (0, 100),
     "seed": (0, 2**63 - 1),
     "gigpo_gamma": (0, 1),
-    "gigpo_omega": (0, math.inf),
+    "gigpo_omega": (0, 1000),
     "gamma": (0, 1),
     "gae_lambda": (0, 1),
-    "weight_decay": (0, math.inf),
+    "weight_decay": (0, 100),
     "adam_beta1": (0, 0.9999),
     "adam_beta2": (0, 0.9999),
     "tiny_width": (1, 8192),
@@ -57,7 +57,7 @@ def check_ranges(settings) -> None:
         if not low <= value <= high:
             limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
             raise ValueError(f"--{name} {value}: must be {limits}")
-        if isinstance(value, int) and high == math.inf and value > LARGEST_COUNT:
+        if high == math.inf and value > LARGEST_COUNT:
             raise ValueError(f"--{name} {value}: must be at most {LARGEST_COUNT}")
 
 

@@ -133,8 +133,15 @@ def update_adapter(policy: Path, start: Path) -> None:
     path = policy / "adapter_config.json"
     if not path.is_file() or not os.access(policy, os.W_OK):
         return
-    settings = json.loads(path.read_text())
-    if settings["base_model_name_or_path"] != str(start):
+    try:
+        settings = json.loads(path.read_text())
+        old = settings["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        print_line(
+            f"warning: {path} is damaged ({error}); the run does not need it, and writes it at its end"
+        )
+        return
+    if old != str(start):
         settings["base_model_name_or_path"] = str(start)
         checkpoint.write_text(path, json.dumps(settings, indent=2, sort_keys=True))
 
@@ -256,6 +263,10 @@ def make_reward_model(
     ):
         model = load_fitted(args, folder, base)
     values = {name: "n/a" if value is None else value for name, value in model.report.items()}
+    for name in ("held_out_episodes", "held_out_successes", "auc", "correlation", "mse", "mse_of_mean"):
+        if name not in values:
+            source = args.reward_model or folder / "reward_model"
+            raise UsageError(f"--reward_model {source}: its reward_model.json lacks {name}; fit a new one")
     print_line(
         "step reward model: on {held_out_episodes:,} held-out episodes ({held_out_successes} solved) AUC "
         "{auc:.3}, correlation {correlation:.3}, MSE {mse:.3} (of always predicting the mean: "

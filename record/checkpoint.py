@@ -94,7 +94,10 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
 def sweep(folder: Path) -> None:
     """Remove the unfinished files and folders that a killed process left."""
     for leftover in [*folder.glob(ASIDE + "*"), *folder.glob(f"checkpoints/{ASIDE}*")]:
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
 
 
 def lock(folder: Path):
@@ -138,7 +141,7 @@ def updates_of(path: Path) -> int:
 def listed(folder: Path) -> list[Path]:
     """Return the run's checkpoints, oldest first."""
     paths = folder.glob("checkpoints/update_*")
-    return sorted((path for path in paths if path.name.removeprefix("update_").isdigit()), key=updates_of)
+    return sorted((path for path in paths if path.name.removeprefix("update_").isdecimal()), key=updates_of)
 
 
 def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path:

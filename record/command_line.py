@@ -290,6 +290,11 @@ class CommandLine:
             raise ValueError("its lists are nested too deeply") from None
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
+        if "model_type" in values:
+            raise ValueError("it describes a model")
+        for old, name in self.old_names.items():
+            if old in values and name in values:
+                raise UsageError(f"{old} and {name} are one flag; remove {old}")
         values = {self.old_names.get(name, name): value for name, value in values.items()}
         for name in values:
             if name not in self.flags or name in self.unsaved:

@@ -412,6 +412,7 @@ def test_a_config_of_another_machine_is_read_without_its_data(tmp_path, monkeypa
         ('{"k": 3, "momentum": 1}', "momentum is no flag of a run; remove it"),
         ('{"momentum": null}', "momentum is no flag of a run; remove it"),
         ('{"resume": true}', "resume is no flag of a run; remove it"),
+        ('{"total_updates": 6, "total_steps": 9}', "total_steps and total_updates are one flag; remove"),
         ('{"env": "nowhere"}', "is no config.json of a run (environment 'nowhere' is unknown"),
         ('["k", 3]', "is no config.json of a run (it is not a JSON object); give another"),
     ],

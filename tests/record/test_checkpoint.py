@@ -603,3 +603,19 @@ def test_the_log_counts_updates_episodes_and_turns(run_folder):
     assert [line["update"] for line in lines if line["agent"] == "evaluation"] == [0, 4, 8]
     summary = json.loads((run_folder / "summary.json").read_text())
     assert (summary["updates"], summary["explorer_updates"], summary["episodes"]) == (8, 8, 112)
+
+
+def test_only_folders_of_decimal_numbers_are_checkpoints(tmp_path):
+    for name in ("update_000003", "update_³", "update_x", "step_000003"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [path.name for path in checkpoint.listed(tmp_path)] == ["update_000003"]
+
+
+def test_an_unfinished_link_is_removed_and_its_target_stays(tmp_path):
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / f"{checkpoint.ASIDE}policy").symlink_to(target)
+    checkpoint.sweep(run)
+    assert list(run.iterdir()) == [] and target.is_dir()
