@@ -105,11 +105,15 @@ def read_lines(path: Path) -> list[dict]:
 
     Raises ValueError if another line is damaged.
     """
-    *lines, _ = path.read_text().split("\n")
     try:
-        return [json.loads(line) for line in lines]
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+        records = [json.loads(line) for line in lines]
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} is damaged: line {number} is not a JSON object")
+    return records
 
 
 PUT_BACK = "put the file back, or start a new run"

@@ -217,5 +217,9 @@ if __name__ == "__main__":
         sys.exit("error: give a run folder: python -m record.report runs/household-rspo-grpo-s0")
     try:
         main(Path(sys.argv[1]))
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        sys.exit(f"error: {sys.argv[1]} is not a run folder: {error}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        sys.exit(
+            f"error: {sys.argv[1]} is not a run folder: {error.filename} is missing; give the --out of a run"
+        )
+    except ValueError as error:
+        sys.exit(f"error: {error}")

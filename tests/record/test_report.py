@@ -28,6 +28,9 @@ def test_an_unfinished_last_line_is_skipped_and_a_damaged_line_is_an_error(tmp_p
     path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl is damaged: Expecting value"):
         read_lines(path)
+    path.write_text('{"a": 1}\n5\n')
+    with pytest.raises(ValueError, match="metrics.jsonl is damaged: line 2 is not a JSON object"):
+        read_lines(path)
 
 
 def test_a_log_is_truncated_to_its_sizes_and_continued(tmp_path):
