@@ -233,7 +233,7 @@ def test_unusable_models_and_prompts_are_refused_before_there_is_a_folder(first_
 
 @pytest.mark.slow
 def test_a_run_that_diverges_ends_with_a_message(first_run, tmp_path, capsys):
-    options = on(first_run, method="outcome", learning_rate=1e30, minibatch_turns=4)
+    options = on(first_run, method="outcome", learning_rate=1e9, minibatch_turns=4)
     with pytest.raises(SystemExit) as exit:
         train_main(argv(tmp_path / "run", total_updates=2, **options))
     assert exit.value.code == 1
