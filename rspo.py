@@ -244,8 +244,9 @@ def update(
     rng     shuffles the rows into minibatches
 
     J_on and J_off are each a mean over their own action tokens. So an optimizer step divides by two token
-    counts, each taken over all micro-batches and ranks. Returns the update's metrics (docs/METRICS.md).
-    Raises NothingToTrainOn if no fresh episode is usable.
+    counts, each taken over all micro-batches and ranks. With `max_centre`, replayed tokens with a centre c
+    beyond it leave J_off and its count. Returns the update's metrics (docs/METRICS.md). Raises
+    NothingToTrainOn if no fresh episode is usable.
     """
     started = time.perf_counter()
     if config.algo != "ppo":
