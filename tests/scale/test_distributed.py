@@ -279,13 +279,20 @@ def hang(number, stopped, port, folder):
         (folder / f"hang {stopped}").write_text(why)
         os._exit(3)
 
-    distributed.watch(0.04, end)  # 2.4 seconds
-    ends = time.monotonic() + 5
-    on_rank_0(lambda: [sum(range(100)) for _ in iter(lambda: time.monotonic() < ends, False)] and None)
-    assert time.monotonic() >= ends - 1
+    distributed.watch(0.1, end)  # 6 seconds
+    started = time.monotonic()
+    on_rank_0(lambda: [descend(turn % 50) for turn in range(400)] and None)  # 400 x 0.025 s = 10 s
+    assert time.monotonic() >= started + 8
     if number == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
     distributed.wait()
+
+
+def descend(depth):
+    """Sleep `depth` calls further down. Two looks at the stack rarely see the same depth."""
+    if depth:
+        return descend(depth - 1)
+    time.sleep(0.025)
 
 
 def environment_of(number, ranks, port):
@@ -428,7 +435,7 @@ def test_a_rank_that_hangs_ends_the_others_and_one_that_works_does_not(stopped, 
     assert other.exitcode == 3
     said = (tmp_path / f"hang {stopped}").read_text()
     assert said == (
-        f"--rank_timeout 0.04: rank {1 - stopped} of 2 waits, and no rank has made progress for so many "
+        f"--rank_timeout 0.1: rank {1 - stopped} of 2 waits, and no rank has made progress for so many "
         "minutes: one of them hangs or was stopped; raise it if one may need longer"
     )
 
