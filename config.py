@@ -1,4 +1,7 @@
-"""The settings of Algorithm 1, with the paper's symbols. flags.py adds the other flags of a run.
+"""The settings of Algorithm 1, with the paper's symbols, their ranges and the presets.
+
+flags.py adds the other flags of a run. The presets and the defaults that depend on the model are written as
+command lines.
 
 The docstring below a field is its help text. This file imports no large package, so that
 `python train.py --help` answers at once.
@@ -221,3 +224,45 @@ class Config:
     def buffer_groups(self) -> int:
         """Return the groups that fill the replay buffer: buffer_tasks; with PPO N times as many."""
         return self.buffer_tasks * self.group_size // self.episodes_per_task
+
+
+# --- presets ----------------------------------------------------------------------------------------------
+
+TINY_MODEL = """--style short --lora_rank 0 --dtype float32 --adam_beta2 0.99 --critic_learning_rate 1e-3
+    --threads 1 --reward_model_lr 1e-3"""
+
+LANGUAGE_MODEL = """--style think --lora_rank 64 --dtype bfloat16 --adam_beta2 0.999 --learning_rate 3e-6
+    --critic_learning_rate 1e-5 --reward_model_lr 1e-5 --warm_start 0
+    --history 2 --max_prompt_tokens 2048 --max_new_tokens 512"""
+
+TINY = {  # with these the tiny model starts competent, but has much to learn
+    "household": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
+        --warm_start 450 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 2000
+        --expert_share 0.5 --hesitation_share 0.45 --learning_rate 4e-4
+        --reward_model_source expert --reward_model_episodes 2000""",
+    # ALFWorld's scripted expert almost always wins, but the reward model also needs failures: fit it on the
+    # policy's own games.
+    "alfworld": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
+        --warm_start 1500 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 5000
+        --expert_share 0.5 --hesitation_share 0.45 --warm_start_games 600 --learning_rate 2e-4
+        --reward_model_source policy --reward_model_episodes 1000""",
+    "webshop": """--tiny_width 96 --tiny_layers 3 --history 0 --max_prompt_tokens 320 --max_new_tokens 64
+        --warm_start 1000 --warm_start_turns 64 --warm_start_lr 3e-3 --warm_start_episodes 8000
+        --expert_share 0.75 --hesitation_share 0.22 --learning_rate 1e-4
+        --reward_model_source expert --reward_model_episodes 2000""",
+}
+
+PAPER = """--model Qwen/Qwen2.5-1.5B-Instruct --reward_model_backbone meta-llama/Llama-3.2-3B-Instruct
+    --lora_rank 64 --lora_alpha 64 --learning_rate 3e-6 --weight_decay 0.01 --critic_learning_rate 1e-5
+    --total_updates 150 --k 3 --tasks_per_update 16 --group_size 8 --buffer_tasks 28
+    --off_policy_fraction 1/8 --clip_eps 0.2 --kl_coef 0.01 --entropy_coef 0.001 --epochs 1
+    --max_grad_norm 1 --reward_scale 10 --invalid_penalty 0.1 --gigpo_gamma 0.95 --gradient_checkpointing
+    --context window --history 2 --max_new_tokens 512 --temperature 1 --eval_temperature 0.4
+    --eval_every 15"""
+
+PRESETS = {
+    "paper-alfworld": f"""{PAPER} --env alfworld --max_turns 50 --max_prompt_tokens 2048
+        --minibatch_turns 256 --gigpo_std --eval_splits valid_seen valid_unseen""",
+    "paper-webshop": f"""{PAPER} --env webshop --max_turns 15 --max_prompt_tokens 4096
+        --minibatch_turns 64 --no_gigpo_std --eval_splits validation test --eval_games 500""",
+}

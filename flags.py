@@ -1,4 +1,4 @@
-"""The flags of a run: their defaults, the presets, and the combinations that are refused.
+"""The flags of a run: how they are read and completed, and the combinations that are refused.
 
 `prepare(argv)` reads, completes and checks the flags before a model is loaded or a folder is made. A preset
 and the config.json of a run are read as if their flags came before those of the command line; the later
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import Config
+from config import LANGUAGE_MODEL, PRESETS, TINY, TINY_MODEL, Config
 from envs import Env, env_class, make_env
 from record import checks
 from record.checks import has_expert, native_bf16
@@ -226,45 +226,6 @@ OF_THE_MACHINE = """--threads --rank_timeout --device --parallel_episodes --env_
 WHEN_RESUMED = f"""{OF_THE_MACHINE} --total_updates --eval_every --tokens_per_micro_batch
     --gradient_checkpointing --keep_checkpoints --tensorboard --wandb_project"""
 WHEN_EVALUATED = f"{OF_THE_MACHINE} --sampler --eval_splits --eval_games --eval_temperature"
-
-TINY_MODEL = """--style short --lora_rank 0 --dtype float32 --adam_beta2 0.99 --critic_learning_rate 1e-3
-    --threads 1 --reward_model_lr 1e-3"""
-
-LANGUAGE_MODEL = """--style think --lora_rank 64 --dtype bfloat16 --adam_beta2 0.999 --learning_rate 3e-6
-    --critic_learning_rate 1e-5 --reward_model_lr 1e-5 --warm_start 0
-    --history 2 --max_prompt_tokens 2048 --max_new_tokens 512"""
-
-TINY = {  # with these the tiny model starts competent, but has much to learn
-    "household": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
-        --warm_start 450 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 2000
-        --expert_share 0.5 --hesitation_share 0.45 --learning_rate 4e-4
-        --reward_model_source expert --reward_model_episodes 2000""",
-    # ALFWorld's scripted expert almost always wins, but the reward model also needs failures: fit it on the
-    # policy's own games.
-    "alfworld": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
-        --warm_start 1500 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 5000
-        --expert_share 0.5 --hesitation_share 0.45 --warm_start_games 600 --learning_rate 2e-4
-        --reward_model_source policy --reward_model_episodes 1000""",
-    "webshop": """--tiny_width 96 --tiny_layers 3 --history 0 --max_prompt_tokens 320 --max_new_tokens 64
-        --warm_start 1000 --warm_start_turns 64 --warm_start_lr 3e-3 --warm_start_episodes 8000
-        --expert_share 0.75 --hesitation_share 0.22 --learning_rate 1e-4
-        --reward_model_source expert --reward_model_episodes 2000""",
-}
-
-PAPER = """--model Qwen/Qwen2.5-1.5B-Instruct --reward_model_backbone meta-llama/Llama-3.2-3B-Instruct
-    --lora_rank 64 --lora_alpha 64 --learning_rate 3e-6 --weight_decay 0.01 --critic_learning_rate 1e-5
-    --total_updates 150 --k 3 --tasks_per_update 16 --group_size 8 --buffer_tasks 28
-    --off_policy_fraction 1/8 --clip_eps 0.2 --kl_coef 0.01 --entropy_coef 0.001 --epochs 1
-    --max_grad_norm 1 --reward_scale 10 --invalid_penalty 0.1 --gigpo_gamma 0.95 --gradient_checkpointing
-    --context window --history 2 --max_new_tokens 512 --temperature 1 --eval_temperature 0.4
-    --eval_every 15"""
-
-PRESETS = {
-    "paper-alfworld": f"""{PAPER} --env alfworld --max_turns 50 --max_prompt_tokens 2048
-        --minibatch_turns 256 --gigpo_std --eval_splits valid_seen valid_unseen""",
-    "paper-webshop": f"""{PAPER} --env webshop --max_turns 15 --max_prompt_tokens 4096
-        --minibatch_turns 64 --no_gigpo_std --eval_splits validation test --eval_games 500""",
-}
 
 
 # --- reading ------------------------------------------------------------------------------------------------
