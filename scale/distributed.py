@@ -1,6 +1,6 @@
 """Ranks: several processes that train one policy, with torch.distributed.
 
-`torchrun --nproc_per_node=8 train.py ...` starts the ranks. Ranks split the work, not the data: each plays,
+`--ranks` (scale/launch.py) or torchrun starts the ranks. Ranks split the work, not the data: each plays,
 scores and differentiates its share, and the results are gathered on every rank. So every rank holds the same
 episodes, advantages, replay buffer and weights, draws the same random numbers and takes the same decisions. A
 rank without work still takes part in every collective, so uneven shares cannot hang. Python objects are
@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+from scale import launch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
@@ -132,6 +134,10 @@ def print_once(text: str) -> None:
     ranks as soon as one has ended.
     """
     _stop_once()
+    if launch.is_launched():  # the launcher ends no rank that is about to print
+        if launch.claim():
+            print(text, file=sys.stderr, flush=True)
+        return
     try:
         first = world_size() == 1 or _store.add("reported", 1) == 1
     except RuntimeError:  # the rank that hosts the store has ended

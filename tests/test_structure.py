@@ -11,6 +11,7 @@ ORDER = [
     "losses",
     "config",
     "buffer",
+    "scale.launch",
     "scale.distributed",
     "batch",
     "rspo",
@@ -70,6 +71,7 @@ HEAVY = {
 }
 LIGHT = [
     "config",
+    "scale.launch",
     "buffer",
     "envs",
     "chat",
