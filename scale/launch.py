@@ -53,8 +53,10 @@ def ranks_to_start(args) -> int:
     if args.ranks != "auto":
         return int(args.ranks)
     kind, _, index = args.device.partition(":")
+    if kind == "cuda" and index:
+        return 1
     if kind != "cpu" and (found := gpus()):
-        return 1 if index else found
+        return found
     if args.model != "tiny" or args.sampler != "kv" or not hasattr(os, "fork"):
         return 1
     free = cores()
