@@ -182,8 +182,8 @@ class Args(Config):
     """Processes that share the work on this machine. auto: one per GPU; without a GPU, the tiny model gets
     one per core, up to 4, and others get 1. Another number rounds differently. Not read under torchrun."""
     rank_timeout: float = 10.0
-    """With several ranks: end the run if ranks wait and none makes progress for so many minutes. Raise it if one
-    call may take longer, for example to write a large checkpoint to a slow disk."""
+    """With several ranks: end the run if ranks wait and none makes progress for so many minutes. Raise it if
+    one call may take longer, for example to write a large checkpoint to a slow disk."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None

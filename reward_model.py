@@ -218,7 +218,7 @@ class StepRewardModel(nn.Module):
 
         The learning rate rises over a tenth of the updates, then falls to 0. Weights are fp32 during the fit.
         progress: called with (update, number of updates, loss). Raises ValueError if there are fewer than two
-        tasks and FloatingPointError if the fit diverges. Every rank calls this with equal arguments.
+        tasks and FloatingPointError if the fit diverges. Every rank calls this with the same episodes.
 
         The report (`self.report`): `quality` on the held-out episodes; mse_of_mean, their MSE if the training
         mean is predicted; counts of episodes and successes; learned, True if the model is clearly better than
@@ -253,10 +253,8 @@ class StepRewardModel(nn.Module):
     def _report_on(self, training: list[Trajectory], held_out: list[Trajectory]) -> dict:
         """Return the report of `fit`, and warn if the model has learned too little."""
         mean = sum(trajectory.outcome for trajectory in training) / len(training)
-        costs = [_tokens_of(trajectory) for trajectory in held_out]
-        scores = distributed.map_over_ranks(self.step_scores, held_out, costs)
         report = {
-            **quality([sum(scores_of_episode) for scores_of_episode in scores], held_out),
+            **quality([sum(scores) for scores in self.step_scores(held_out)], held_out),
             "mse_of_mean": sum((mean - trajectory.outcome) ** 2 for trajectory in held_out) / len(held_out),
             "episodes": len(training),
             "successes": sum(trajectory.success for trajectory in training),
@@ -276,15 +274,13 @@ class StepRewardModel(nn.Module):
         return report
 
     def backward(self, episodes: list[list[Row]]) -> float:
-        """Add the gradient of Eq. 7 over these episodes, which are lists of rows, and return the loss.
+        """Add the gradient of Eq. 7 over these episodes (lists of rows), shared by the ranks; return the loss.
 
         R needs all rows of its episode, so a part holds whole episodes. Parts of up to tokens_per_micro_batch
-        tokens are left to autograd; a longer episode is a part of its own and is read twice. Ranks split the
-        episodes and sum their gradients.
+        tokens are left to autograd; a longer episode is a part of its own and is read twice.
         """
-        local = [episodes[i] for i in distributed.local_share([_size([episode]) for episode in episodes])]
-        total = 0.0
-        for part in _parts(local, self.tokens_per_micro_batch):
+        total, local = 0.0, distributed.local_share([_size([episode]) for episode in episodes])
+        for part in _parts([episodes[i] for i in local], self.tokens_per_micro_batch):
             if _size(part) <= self.tokens_per_micro_batch:
                 loss = self.squared_error(part) / len(episodes)
                 loss.backward()

@@ -2,8 +2,8 @@
 
 `python train.py` checks the flags and calls `start`. With more than one rank, `start` replaces the process by
 this file, run as a program: the launcher. It starts the typed command once per rank, with the environment
-variables that torchrun would set, waits, and exits with the status of the first rank that failed. The launcher
-imports no torch and holds no GPU. `--ranks 1` starts nothing, so a debugger works.
+variables that torchrun would set, waits, and exits with the status of the first rank that failed. The
+launcher imports no torch and holds no GPU. `--ranks 1` starts nothing, so a debugger works.
 
 A pipe leads from the launcher to the ranks. It holds one byte: the rank that reads it prints its error, the
 others stay silent. A rank whose pipe hangs up has lost its launcher, and ends. Ranks ignore Ctrl-C; the
@@ -181,7 +181,7 @@ def reserved_port() -> socket.socket:
 def wait_for(processes: list[subprocess.Popen], received: list[int]) -> int | None:
     """Wait until all processes have ended. Return the place of the first one that failed, if any.
 
-    If one fails, or if this process has received a signal, the others are ended: by SIGTERM, later by SIGKILL.
+    If one fails, or if this process has received a signal, the others are ended: by SIGTERM, later SIGKILL.
     """
     failed, began, sent = None, None, None
     while any([process.poll() is None for process in processes]):  # a list, so that all are polled
