@@ -274,7 +274,7 @@ class StepRewardModel(nn.Module):
         return report
 
     def backward(self, episodes: list[list[Row]]) -> float:
-        """Add the gradient of Eq. 7 over these episodes (lists of rows), shared by the ranks; return the loss.
+        """Add the gradient of Eq. 7 over these episodes (lists of rows), which ranks share. Return the loss.
 
         R needs all rows of its episode, so a part holds whole episodes. Parts of up to tokens_per_micro_batch
         tokens are left to autograd; a longer episode is a part of its own and is read twice.

@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import functools
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -27,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from scale import launch
@@ -231,12 +232,17 @@ def _collective() -> Iterator[None]:
 
 
 def gather(items: list) -> list:
-    """Concatenate the items of all ranks, rank 0's first, on every rank. Items are copied by pickling."""
+    """Concatenate the items of all ranks, rank 0's first, on every rank. Other ranks' items are pickled."""
     if world_size() == 1:
         return items
-    parts: list = [None] * world_size()
+    own = torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world_size())]
     with _collective():
-        dist.all_gather_object(parts, items)
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        longest = int(max(sizes))
+        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(padded, nn.functional.pad(own, (0, longest - len(own))))
+    parts = [items if i == rank() else pickle.loads(padded[i].numpy()) for i in range(world_size())]
     return [item for part in parts for item in part]
 
 
@@ -305,6 +311,13 @@ class Totals:
             sums[name] += total
             counts[name] += count
         return {name: total / counts[name] for name, total in sums.items()}
+
+
+def sum_tensor(values: Tensor) -> None:
+    """Replace a tensor on the CPU by its sum over the ranks."""
+    if world_size() > 1:
+        with _collective():
+            dist.all_reduce(values)
 
 
 # --- gradients ---
