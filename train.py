@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import io
 import json
 import os
@@ -281,6 +282,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
     saved = read_checkpoint(args, newest) if newest else None
     base = pieces.load_start(args, Path(args.out) if args.resume else None)
     identity.check(args, saved, pieces.of_base(base))
+    gc.freeze()  # later collections skip the objects of torch and transformers
     world = pieces.make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed)
     check_start(args, base, world)
     if saved and saved.state["games"] != world.pool.env.fingerprint:
@@ -302,6 +304,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
                 write_run_facts(folder, argv, args.threads, ranks)
                 checkpoint.write_text(folder / "config.json", config_text(args))
             train_in(folder, args, saved, base, named, started, pieces)
+    gc.unfreeze()
 
 
 def train_in(folder: Path, args: Args, saved, base, named, started: float, pieces: Pieces) -> None:
