@@ -249,6 +249,8 @@ def check_device(args) -> None:
     if kind == "cuda" and int(index or 0) >= here:
         found = f"only {here}" if here else "no GPU"
         refuse(args, "device", f"torch finds {found} here; leave it out, or give cpu")
+    if ranks > here > 0 and args.ranks != "auto":
+        refuse(args, "ranks", f"there are {here} GPUs here; give auto")
     if ranks > here > 0:
         refuse(args, "device", f"{ranks} ranks and {here} GPUs here; start as many ranks as there are GPUs")
 
