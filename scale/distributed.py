@@ -9,8 +9,8 @@ exchanged over gloo, gradients on a GPU over the GPU's own backend.
 With one process nothing is started, and every function of this module returns its argument or does nothing.
 
 A rank that fails prints its error and ends. This breaks the connections of the others, which raises
-`RankLost` there; the launcher ends them too. A rank that hangs breaks no connection: `watch` ends the others when
-no rank makes progress. Left out: sharded models, weights that differ between ranks, ranks that rejoin.
+`RankLost` there; the launcher ends them too. A rank that hangs breaks no connection: `watch` ends the others
+when no rank makes progress. Left out: sharded models, weights that differ between ranks, ranks that rejoin.
 """
 
 from __future__ import annotations
