@@ -157,9 +157,9 @@ class Args(Config):
     # the run
     out: str | None = None
     """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>"""
-    preset: Literal["paper-alfworld", "paper-webshop"] | None = None
-    """The paper's values, or verl-agent's where it gives none. Flags on the command line override
-    them. Default: none"""
+    preset: Literal["paper-alfworld", "paper-webshop", "cheap-swap"] | None = None
+    """paper-*: the paper's values, or verl-agent's where it gives none. cheap-swap: replay the episodes that
+    B is trained on. Flags on the command line override them. Default: none"""
     config: str | None = None
     """Take the flags of this config.json. Flags on the command line override them. Default: none"""
     resume: bool = False

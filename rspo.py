@@ -1,8 +1,8 @@
 """RSPO: Reward-Swap Policy Optimization (arXiv 2607.04713), Algorithm 1.
 
 `set_advantages` (GRPO, GiGPO) and `set_token_advantages` (PPO) turn rewards into advantages. `swap_rewards`
-is the reward swap. `update` is one update of an agent on J_total. `train` is Algorithm 1 with its ablations
-and baselines. The settings are in config.py.
+is the reward swap. `update` is one update of an agent on J_total. `train` is Algorithm 1 with its ablations,
+baselines and the cheap swap, which is not in the paper. The settings are in config.py.
 
 This file needs neither a language model nor an environment, only records and tensors. An agent is any object
 with `logprobs`, `step` and `fork`; a world is any object with `collect`. demo/toy.py has a small one of each.
@@ -120,13 +120,11 @@ def score_rows(agent, rows: list[Row], config: Config) -> None:
 
 
 @torch.no_grad()
-def swap_rewards(agent, groups: list[Group], config: Config) -> None:
-    """Swap the reward: prepare episodes that B collected for replay, where they count by their outcome.
+def set_behavior_logprobs(agent, groups: list[Group], config: Config) -> None:
+    """Set log pi_b of every action token, the denominator of its importance ratio when it is replayed.
 
-    B was trained on dense rewards, but these episodes get no dense scores. Two values are set on every step:
-    A_off, computed from outcomes inside each whole group, and log pi_B of its action tokens, the denominator
-    of their importance ratios. log pi_B comes from the trainer's forward pass, not from the sampler. With
-    PPO, A_off is computed only when an episode is drawn, with the critic that A has then.
+    agent: the agent that played the groups, with the weights that it had then. So this comes before its next
+    update. log pi_b comes from the trainer's forward pass, not from the sampler.
     """
     rows = [
         row for group in groups for episode in group.usable_episodes("outcome") for row in rows_of(episode)
@@ -138,6 +136,15 @@ def swap_rewards(agent, groups: list[Group], config: Config) -> None:
     for row in rows:
         for index, start, end in row.spans:
             row.trajectory.steps[index].behavior_logprobs = row.behavior_logprobs[start:end].tolist()
+
+
+def swap_rewards(groups: list[Group], config: Config) -> None:
+    """Swap the reward: from now on the episodes count by their outcome, in the buffer and in A's updates.
+
+    Sets A_off on every step, computed from outcomes inside each whole group. It replaces the advantages of
+    an update on dense rewards, so it comes after that update. With PPO, A_off is computed only when an
+    episode is drawn, with the critic that A has then.
+    """
     if config.algo != "ppo":
         set_advantages(groups, "outcome", config)
 
@@ -252,7 +259,7 @@ def update(
     if config.algo != "ppo":
         set_advantages(on, reward, config)
     on_episodes = [rows_of(episode) for group in on for episode in group.usable_episodes(reward)]
-    off_episodes = [rows_of(episode) for episode in off]  # `swap_rewards` has set log pi_B and A_off
+    off_episodes = [rows_of(episode) for episode in off]  # they have log pi_b and A_off
     on_rows = [row for rows in on_episodes for row in rows]
     off_rows = [row for rows in off_episodes for row in rows]
     if not on_rows:
@@ -310,7 +317,7 @@ def train(
     world          world.collect(agent, tasks) plays tasks and returns groups of episodes
     dense_reward   dense_reward.score(groups, noise, rng) sets the dense score of every step
     log            called with ("explorer", "buffer" or "policy", groups, metrics, A's updates so far)
-                   after every update and after B has filled the buffer
+                   after every update and after B has played tasks for the buffer
     end_loop       called with (A's updates so far, replay buffer) after every loop
     start, replay  A's updates so far and the replay buffer of a run that is resumed
     """
@@ -329,31 +336,44 @@ def train(
         rng = random.Random(f"{config.seed} minibatches {agent.name} {number}")
         return update(agent, groups, replayed, reward, config, rng)
 
+    def fill_buffer(groups: list[Group], updates: int) -> None:
+        """Add episodes that A had `updates` updates before; they have log pi_b already."""
+        swap_rewards(groups, config)
+        replay.add(groups, updates)
+        if config.kept_groups:
+            replay.keep_newest(config.kept_groups)
+
+    sources = config.buffer_sources
     for done in range(start, config.total_updates, config.k):
         if config.explores:
             # Phase 1: B, a copy of A, learns from dense rewards, so that it explores where A would not
             explorer = policy.fork("explorer")
             for number in range(done, done + config.k):
                 groups = collect(explorer, config.explorer_reward, number)
+                if "phase1" in sources:
+                    set_behavior_logprobs(explorer, groups, config)
                 metrics = learn(explorer, groups, [], config.explorer_reward, number)
                 log("explorer", groups, metrics, done)
-            groups = world.collect(explorer, config.buffer_groups)
-            swap_rewards(explorer, groups, config)
-            replay.add(groups)
-            log("buffer", groups, {"buffer_episodes": len(replay)}, done)
+                if "phase1" in sources:  # the cheap swap: B's training batches are replayed too
+                    fill_buffer(groups, done)
+            if "collect" in sources:
+                groups = world.collect(explorer, config.buffer_groups)
+                set_behavior_logprobs(explorer, groups, config)
+                fill_buffer(groups, done)
+                log("buffer", groups, {"buffer_episodes": len(replay)}, done)
             explorer.discard()
 
         # Phase 2: A learns from outcomes, on its own episodes and on B's best
         for number in range(done, done + config.k):
             groups = collect(policy, config.policy_reward, number)
-            if config.method == "rspo_h":
-                swap_rewards(policy, groups, config)  # A has no dense scores; this sets A_off and log-probs
+            if "history" in sources:
+                set_behavior_logprobs(policy, groups, config)
             replayed = replay.sample(config.off_policy_episodes)
             metrics = learn(policy, groups, replayed, config.policy_reward, number)
+            metrics |= replay.draw_metrics(replayed, number)
             log("policy", groups, metrics, number + 1)
-            if config.method == "rspo_h":  # no B: the buffer keeps A's newest groups over loops
-                replay.add(groups)
-                replay.keep_newest(config.buffer_groups)
-        if config.explores:
+            if "history" in sources:  # RSPO_H: A replays its own earlier groups
+                fill_buffer(groups, number)
+        if not config.kept_groups:
             replay.clear()
         end_loop(done + config.k, replay)

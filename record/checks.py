@@ -315,8 +315,15 @@ def plays_expert(args) -> bool:
     return bool(args.warm_start) or (fits_reward_model(args) and args.reward_model_source == "expert")
 
 
+def reads_buffer_tasks(args) -> bool:
+    """Return True if the size of the replay buffer depends on --buffer_tasks."""
+    sources = args.buffer_sources
+    return "collect" in sources or (sources == ("history",) and args.buffer_keep is None)
+
+
 TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
-    replay_strategy replay_unit clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
+    buffer_source buffer_keep replay_strategy replay_unit
+    clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
     reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
@@ -331,9 +338,14 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "without --eval_only",
     ),
     (
-        "off_policy_fraction buffer_tasks replay_strategy replay_unit max_centre",
+        "off_policy_fraction buffer_source buffer_tasks buffer_keep replay_strategy replay_unit max_centre",
         lambda args: args.replays,
         "with --method rspo, rspo_h or rspo_o",
+    ),
+    (
+        "buffer_tasks",
+        reads_buffer_tasks,
+        "with --buffer_source collect, or history without --buffer_keep",
     ),
     (
         "reward_noise reward_model",
@@ -400,7 +412,7 @@ def doubts(args, given: dict) -> list[str]:
         found.append(f"this run never reads {flags}; leave out what is not meant")
     if args.eval_only:
         return found
-    if args.replays and args.buffer_tasks < args.replayed_tasks:
+    if reads_buffer_tasks(args) and args.buffer_tasks < args.replayed_tasks:
         held = args.buffer_tasks * args.group_size
         found.append(
             f"--buffer_tasks {args.buffer_tasks}: the buffer holds {held} episodes and an update wants "

@@ -337,7 +337,7 @@ def test_open_defaults_depend_on_the_model():
     assert flags.resolve(tiny, env) == tiny
     assert flags.resolve(Args(learning_rate=1.0, lora_rank=8), env).learning_rate == 1.0
     assert [name for name, value in vars(lora).items() if value is None] == [
-        "max_centre",
+        *("buffer_source", "buffer_keep", "max_centre"),
         *("alfworld_data", "webshop_data", "webshop_products", "warm_start_games", "reward_model"),
         *("reward_model_backbone", "out", "preset", "config", "resume_from", "gpu_memory_gb"),
         "wandb_project",
@@ -498,6 +498,14 @@ def test_presets_hold_the_papers_values(name, own):
     assert args.env == name
     for flag, value in (PAPER | own).items():
         assert getattr(args, flag) == value, flag
+
+
+def test_the_cheap_swap_replays_the_batches_of_b():
+    args = flags.parse(["--preset", "cheap-swap"])
+    # 2 of 8 tasks are replayed; B adds 3 updates of 6 tasks; 84 tasks stay; B collects none
+    counts = (args.on_policy_tasks, args.off_policy_episodes, args.kept_groups, args.replay_strategy)
+    assert counts == (6, 16, 84, "positive") and args.buffer_sources == ("phase1",)
+    assert flags.parse([]).buffer_sources == ("collect",) and flags.parse([]).kept_groups == 0
 
 
 def test_a_preset_for_ppo_plays_single_episodes():
