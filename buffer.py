@@ -150,7 +150,8 @@ class ReplayBuffer:
         "reward"    highest outcome, then A_off > 0 (better than the mean of the episode's own group)
         "variance"  largest variance of the outcomes in the episode's group
         "random"    no preference, and draw counts are ignored too
-        "positive"  only episodes with A_off > 0: fewest draws so far, then largest A_off (not in the paper)
+        "positive"  only episodes with A_off > 0 and an outcome above their group's mean: fewest draws so far,
+                    then largest A_off (not in the paper)
     Ties are common, as most outcomes are 0 or 1. A tie goes to the episode with the fewest draws so far. If
     these are equal too, a seeded random number decides.
 
@@ -202,7 +203,10 @@ class ReplayBuffer:
         (episode,) = members
         advantages = [step.advantage or 0.0 for step in episode.steps]
         if self.strategy == "positive":
-            return [-mean(advantages)]  # exact: turns of equal advantage leave no rounding error
+            # Not by A_off alone: if one of eight failures has an invalid reply, the other seven have A_off > 0.
+            # `mean` is exact: turns of equal advantage leave no rounding error.
+            is_better = episode.outcome > mean(_outcomes(group))
+            return [-mean(advantages) if is_better else 0.0]
         return [-episode.outcome, float(not sum(advantages) > 0)]
 
     def _best_first(self) -> Iterator[_Entry]:
@@ -221,8 +225,8 @@ class ReplayBuffer:
     def sample(self, n: int) -> list[Trajectory]:
         """Draw the n best-ranked distinct episodes, or all if there are fewer.
 
-        "positive" draws fewer than n rather than an episode whose A_off is not above 0. With unit "group",
-        whole groups are drawn as long as they fit into n. Raises ValueError if n < 0.
+        "positive" draws fewer than n if it holds fewer positive episodes. With unit "group", whole groups are
+        drawn as long as they fit into n. Raises ValueError if n < 0.
         """
         if n < 0:
             raise ValueError(f"{n} episodes cannot be drawn: give 0 or more")
@@ -230,7 +234,7 @@ class ReplayBuffer:
         for entry in self._best_first():
             if self.unit == "group" and not _has_spread(entry.trajectories):
                 continue
-            if self.strategy == "positive" and entry.score[0] >= 0:  # A_off <= 0
+            if self.strategy == "positive" and entry.score[0] >= 0:
                 continue
             if len(drawn) + len(entry.trajectories) <= n:
                 drawn += entry.trajectories

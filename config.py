@@ -96,7 +96,7 @@ class Config:
     else the buffer is emptied after every loop"""
     replay_strategy: Literal["reward", "variance", "random", "positive"] = "reward"
     """Episodes that the buffer draws first: highest outcome, largest variance in their group, or any.
-    positive: only episodes with A_off > 0, least drawn first, then largest A_off."""
+    positive: only successes with A_off > 0, least drawn first, then largest A_off."""
     replay_unit: Literal["episode", "group"] = "episode"
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2

@@ -207,9 +207,22 @@ def test_positive_draws_only_episodes_above_the_mean_of_their_group_the_best_fir
     assert len(buffer) == 14
 
 
+def test_positive_draws_no_failure_that_only_the_penalty_of_others_makes_positive():
+    # R = 0 seven times and -0.1: mean -.0125, std .03536, so A = .35 seven times and -2.47
+    buffer = ReplayBuffer("positive")
+    buffer.add(
+        [Group("lost", [*(episode(0.0, 0.35, "lost") for _ in range(7)), episode(0.0, -2.47, "lost")])]
+    )
+    assert buffer.sample(8) == []
+    half = [episode(0.5, 0.7, "half"), episode(0.1, 0.2, "low"), episode(0.3, -0.1, "penalised")]
+    buffer.add([Group("task", half)])  # mean outcome .3
+    assert tasks(buffer.sample(8)) == ["half"]
+
+
 def test_positive_takes_the_least_drawn_first():
     buffer = ReplayBuffer("positive")
-    buffer.add([Group("", [episode(1.0, advantage, str(advantage)) for advantage in (3.0, 1.0, 2.0)])])
+    members = [episode(1.0, advantage, str(advantage)) for advantage in (3.0, 1.0, 2.0)]
+    buffer.add([Group("", [*members, episode(0.0, -6.0)])])
     # draws so far of 3, 2, 1:  0 0 0 -> 3, 2   1 1 0 -> 1, 3   2 1 1 -> 2, 1   2 2 2 -> 3, 2
     drawn = [tasks(buffer.sample(2)) for _ in range(4)]
     assert drawn == [["3.0", "2.0"], ["1.0", "3.0"], ["2.0", "1.0"], ["3.0", "2.0"]]
@@ -219,7 +232,7 @@ def test_positive_ranks_by_the_mean_over_turns_so_a_long_episode_has_no_advantag
     long = episode(1.0, task="long", steps=[step(advantage=0.1)] * 10)  # sum 1, mean 0.1
     short = episode(1.0, task="short", steps=[step(advantage=0.4), step(advantage=0.0)])  # sum 0.4, mean 0.2
     buffer = ReplayBuffer("positive")
-    buffer.add([Group("task", [long, short])])
+    buffer.add([Group("task", [long, short, episode(0.0, -0.3)])])
     assert tasks(buffer.sample(2)) == ["short", "long"]
 
 
@@ -229,7 +242,7 @@ def test_turns_of_equal_advantage_tie_whatever_their_number():
     for seed in range(20):
         buffer = ReplayBuffer("positive", seed=seed)
         members = [episode(task=str(n), steps=[step(advantage=0.1)] * n) for n in (1, 3, 7)]
-        buffer.add([Group("task", members)])
+        buffer.add([Group("task", [*members, episode(0.0, -0.3)])])
         orders.add(tuple(tasks(buffer.sample(3))))
     assert len(orders) > 3
 
@@ -367,8 +380,8 @@ def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
 
 def test_a_restored_buffer_knows_draws_advantages_and_ages():
     buffer = ReplayBuffer("positive", seed=3)
-    members = [episode(1.0, advantage, str(advantage)) for advantage in (3.0, 1.0, 2.0, -6.0)]
-    buffer.add([Group("", members)], update=5)
+    members = [episode(1.0, advantage, str(advantage)) for advantage in (3.0, 1.0, 2.0)]
+    buffer.add([Group("", [*members, episode(0.0, -6.0)])], update=5)
     buffer.sample(1)
     again = ReplayBuffer("positive", seed=99)
     again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
