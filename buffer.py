@@ -203,8 +203,8 @@ class ReplayBuffer:
         (episode,) = members
         advantages = [step.advantage or 0.0 for step in episode.steps]
         if self.strategy == "positive":
-            # Not by A_off alone: if one of eight failures has an invalid reply, the other seven have A_off > 0.
-            # `mean` is exact: turns of equal advantage leave no rounding error.
+            # A_off alone is not enough: if one of eight failures has an invalid reply, the other seven have
+            # A_off > 0. `mean` is exact: turns of equal advantage leave no rounding error.
             is_better = episode.outcome > mean(_outcomes(group))
             return [-mean(advantages) if is_better else 0.0]
         return [-episode.outcome, float(not sum(advantages) > 0)]

@@ -40,6 +40,7 @@ RANGES = {  # (lowest, highest) value, here and in flags.Args; every other numbe
     "vllm_memory": (0.01, 0.99),
     "eval_temperature": (0, 1000),
     "warm_start": (0, math.inf),
+    "faithful_share": (0, 1),
     "expert_share": (0, 1),
     "hesitation_share": (0, 1),
     "reward_model_episodes": (2, math.inf),
@@ -295,17 +296,18 @@ LANGUAGE_MODEL = """--style think --lora_rank 64 --dtype bfloat16 --adam_beta2 0
 TINY = {  # with these the tiny model starts competent, but has much to learn
     "household": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
         --warm_start 450 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 2000
-        --expert_share 0.5 --hesitation_share 0.45 --learning_rate 4e-4
+        --faithful_share 0.15 --expert_share 0.95 --hesitation_share 0 --learning_rate 4e-4
         --reward_model_source expert --reward_model_episodes 2000""",
     # ALFWorld's scripted expert almost always wins, but the reward model also needs failures: fit it on the
     # policy's own games.
     "alfworld": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
         --warm_start 1500 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 5000
-        --expert_share 0.5 --hesitation_share 0.45 --warm_start_games 600 --learning_rate 2e-4
+        --faithful_share 1 --expert_share 0.5 --hesitation_share 0.45 --warm_start_games 600
+        --learning_rate 2e-4
         --reward_model_source policy --reward_model_episodes 1000""",
     "webshop": """--tiny_width 96 --tiny_layers 3 --history 0 --max_prompt_tokens 320 --max_new_tokens 64
         --warm_start 1000 --warm_start_turns 64 --warm_start_lr 3e-3 --warm_start_episodes 8000
-        --expert_share 0.75 --hesitation_share 0.22 --learning_rate 1e-4
+        --faithful_share 1 --expert_share 0.75 --hesitation_share 0.22 --learning_rate 1e-4
         --reward_model_source expert --reward_model_episodes 2000""",
 }
 

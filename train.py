@@ -316,7 +316,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
 
     @functools.cache  # the warm start and the step reward model may use the same demonstrations
     def demonstrate(count: int) -> list[Trajectory]:
-        shares = (args.expert_share, args.hesitation_share)
+        shares = (args.expert_share, args.hesitation_share, args.faithful_share)
         episodes = demonstrations(world, count, *shares, args.warm_start_games)
         warn_of_crashes(episodes, "demonstrations")
         return episodes

@@ -149,10 +149,13 @@ def update_adapter(policy: Path, start: Path) -> None:
 def demonstrator(args: Args) -> str:
     """Describe the player of the demonstrations."""
     errors = 1 - args.expert_share - args.hesitation_share
-    return (
+    player = (
         f"an expert that searches ({args.expert_share:.0%} of the turns), hesitates "
         f"({args.hesitation_share:.0%}) and errs ({errors:.0%})"
     )
+    if args.faithful_share < 1:
+        player += f"; in {1 - args.faithful_share:.0%} of the games it plays for another goal than the task"
+    return player
 
 
 def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):

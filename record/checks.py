@@ -22,6 +22,11 @@ def has_expert(env: Env | type[Env]) -> bool:
     return callable(getattr(env, "searching_expert", None))
 
 
+def has_other_goals(env: Env | type[Env]) -> bool:
+    """Return True if the environment can demonstrate other goals than the task."""
+    return callable(getattr(env, "wandering_expert", None))
+
+
 def check(args, env: Env) -> None:
     """Raise UsageError for impossible combinations and missing packages. Loads no model."""
     if args.model == "tiny":
@@ -31,6 +36,8 @@ def check(args, env: Env) -> None:
             refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
         if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
             refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
+    if args.faithful_share < 1 and plays_expert(args) and not has_other_goals(env):
+        refuse(args, "faithful_share", f"the expert of --env {args.env} has no other goals; give 1")
     known = ", ".join(env.eval_splits)
     if len(set(args.eval_splits)) < len(args.eval_splits):
         refuse(args, "eval_splits", f"name each split once; --env {args.env} has {known}")
@@ -327,7 +334,7 @@ TRAINING = """method k total_updates tasks_per_update group_size off_policy_frac
     reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
-    warm_start_games expert_share hesitation_share warm_start_turns warm_start_lr reward_model
+    warm_start_games faithful_share expert_share hesitation_share warm_start_turns warm_start_lr reward_model
     reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs reward_model_lr
     keep_checkpoints tensorboard wandb_project"""
 
@@ -376,7 +383,7 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "with --warm_start above 0",
     ),
     (
-        "expert_share hesitation_share",
+        "faithful_share expert_share hesitation_share",
         plays_expert,
         "with --warm_start above 0 or a reward model fitted on the expert",
     ),

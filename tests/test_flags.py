@@ -12,7 +12,7 @@ import pytest
 
 import flags
 from config import RANGES, Config
-from envs import env_class, make_env
+from envs import Household, env_class, make_env
 from flags import Args, UsageError
 from games import alfworld_engine
 from record import checks
@@ -76,7 +76,8 @@ def saved_run(folder, **values):
         ("--max_new_tokens 1", "--max_new_tokens 1", "at least 2"),
         ("--tiny_width 100000000", "--tiny_width 100000000", "between 1 and 8192"),
         ("--expert_share 1.5", "--expert_share 1.5", "between 0 and 1"),
-        ("--expert_share 0.9", "--expert_share 0.9 with --hesitation_share 0.45", "lower one of them"),
+        ("--hesitation_share 0.1", "--expert_share 0.95 with --hesitation_share 0.1", "lower one of them"),
+        ("--faithful_share 1.5", "--faithful_share 1.5", "between 0 and 1"),
         ("--adam_beta2 1", "--adam_beta2 1.0", "between 0 and 0.9999"),
         ("--keep_checkpoints 0", "--keep_checkpoints 0", "above 0"),
         ("--env alf", "--env alf", "household"),
@@ -182,6 +183,17 @@ def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
     )
     args = flags.prepare(["--warm_start=0"])
     assert args.reward_model_source == "policy" and args.max_turns == 5
+
+
+def test_an_expert_without_other_goals_plays_faithfully(monkeypatch):
+    class Single(Household):
+        wandering_expert = None
+
+    monkeypatch.setattr(flags, "make_env", lambda name: Single())
+    assert flags.prepare([]).faithful_share == 1
+    why = "--faithful_share 0.5: the expert of --env household has no other goals; give 1"
+    assert refused("--faithful_share=0.5") == why
+    assert flags.prepare(["--faithful_share=0.5", "--method=outcome", "--warm_start=0"])  # it plays no game
 
 
 @pytest.mark.parametrize(
