@@ -233,11 +233,6 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--preset cheap-swap --method rspo_h", "--buffer_source phase1 with --method rspo_h", "give history"),
     ("--buffer_keep 3", "--buffer_keep 3", "give 14 or more"),
     ("--hesitation_share 0.1", "--expert_share 0.95 with --hesitation_share 0.1", "lower one of them"),
-    (
-        "--env alfworld --faithful_share 0.5",
-        "--faithful_share 0.5",
-        "--env alfworld has no other goals; give 1",
-    ),
     ("--sampler vllm", "--lora_rank 0", "give --lora_rank 8, or kv"),
     ("--plan --eval_only --model a/b", "--plan with --eval_only", "leave one out"),
     ("--eval_only --model run/policy", "--model run/policy", "evaluate it with --eval_only --out run"),
