@@ -45,6 +45,7 @@ class Row:
     advantages: Tensor | None = field(default=None, repr=False)
     old_values: Tensor | None = field(default=None, repr=False)
     returns: Tensor | None = field(default=None, repr=False)
+    sampler_logprobs: Tensor | None = field(default=None, repr=False)  # of fresh rows
     loss_mask: Tensor | None = field(default=None, repr=False)  # bool; None: all action tokens
 
     @property
