@@ -288,8 +288,7 @@ def update(
     parts = min(parts, len(on_rows), len(off_rows) or parts)  # each minibatch has rows of both sources
     minibatches = []  # (fresh rows, replayed rows) of each optimizer step
     for _ in range(config.epochs):
-        on_parts, off_parts = split_rows(on_rows, parts, rng), split_rows(off_rows, parts, rng)
-        minibatches += zip(on_parts, off_parts, strict=True)
+        minibatches += zip(split_rows(on_rows, parts, rng), split_rows(off_rows, parts, rng), strict=True)
 
     score_minibatches(agent, minibatches[:parts], config)
     if config.max_centre is not None:

@@ -30,8 +30,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from scale.shared_prompts import additive_mask, attention_limit
+
 PREFILL_TOKENS = 2**14  # prompt tokens per forward pass; with more, activations would outweigh the cache
-HIDDEN = -1e9  # added to the attention score of a hidden column
 
 
 @dataclass
@@ -90,20 +91,10 @@ def check_decodable(model, prompts: list[list[int]], max_tokens: int, max_length
     It cannot decode recurrent layers. It cannot decode a sequence that exceeds the model's length or the
     attention window of a layer, because `additive_mask` has no windows.
     """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if kinds - {"full_attention", "sliding_attention", "chunked_attention"} or model._is_stateful:
-        raise ValueError(f"model type {config.model_type!r} has recurrent layers: KVSampler cannot decode it")
-    limits = [max_length]
-    if kinds != {"full_attention"}:
-        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
-    limit = min(filter(None, limits))
-    check_lengths(prompts, max_tokens, limit, f"model type {config.model_type!r} attends to")
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the attention mask (B, 1, Q, K) for `visible` (B, Q, K) bool: the columns each token may see."""
-    return torch.where(visible, 0.0, HIDDEN).to(dtype)[:, None]
+    kind, limit = model.config.get_text_config().model_type, attention_limit(model)
+    if limit == 0:
+        raise ValueError(f"model type {kind!r} has recurrent layers: KVSampler cannot decode it")
+    check_lengths(prompts, max_tokens, min(limit, max_length), f"model type {kind!r} attends to")
 
 
 def draw(logits: Tensor, rngs: list[random.Random | None], temperature: float) -> tuple[Tensor, Tensor]:
