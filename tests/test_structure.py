@@ -13,6 +13,7 @@ ORDER = [
     "buffer",
     "scale.distributed",
     "batch",
+    "scale.shared_prompts",
     "rspo",
     "games.household",
     "games.webshop_search",
