@@ -11,6 +11,7 @@ ORDER = [
     "losses",
     "config",
     "buffer",
+    "scale.launch",
     "scale.distributed",
     "batch",
     "scale.shared_prompts",
@@ -71,6 +72,7 @@ HEAVY = {
 }
 LIGHT = [
     "config",
+    "scale.launch",
     "buffer",
     "envs",
     "chat",
