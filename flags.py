@@ -182,9 +182,12 @@ class Args(Config):
     threads: int | None = None
     """CPU threads of torch, shared by the ranks of a machine. Another number can round differently. Default:
     tiny 1 (more are slower), else all"""
+    ranks: str = "auto"
+    """Processes that share the work on this machine. auto: one per GPU; without a GPU, the tiny model gets
+    one per core, up to 4, and others get 1. Another number rounds differently. Not read under torchrun."""
     rank_timeout: float = 10.0
-    """With torchrun: end the run if ranks wait and none makes progress for so many minutes. Raise it if one
-    call may take longer, for example to write a large checkpoint to a slow disk."""
+    """With several ranks: end the run if ranks wait and none makes progress for so many minutes. Raise it if
+    one call may take longer, for example to write a large checkpoint to a slow disk."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None
@@ -225,8 +228,8 @@ OF_THE_CALL = ["preset", "out", "config", "resume", "resume_from", "eval_only", 
 COMMAND_LINE = CommandLine(Args, SECTIONS, OLD_NAMES, unsaved=OF_THE_CALL)
 
 # The flags that may change when a run is resumed or evaluated: its course does not depend on them.
-OF_THE_MACHINE = """--threads --rank_timeout --device --parallel_episodes --env_workers --vllm_memory
-    --alfworld_data --webshop_data --webshop_products"""
+OF_THE_MACHINE = """--threads --ranks --rank_timeout --device --parallel_episodes --env_workers
+    --vllm_memory --alfworld_data --webshop_data --webshop_products"""
 WHEN_RESUMED = f"""{OF_THE_MACHINE} --total_updates --eval_every --tokens_per_micro_batch
     --gradient_checkpointing --keep_checkpoints --tensorboard --wandb_project"""
 WHEN_EVALUATED = f"{OF_THE_MACHINE} --sampler --eval_splits --eval_games --eval_temperature"

@@ -21,6 +21,7 @@ from chat import parse_action, reply_text
 from model import Base, cast, rise_and_fall
 from rollout import Episode, World
 from sampler import Sample
+from scale import distributed
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -134,7 +135,8 @@ def warm_start(
 
     The loss is the mean cross-entropy of the replies' tokens. An update takes rows until they have at least
     `turns_per_update` turns. The order of the rows is random. A new order is drawn after each pass.
-    The learning rate rises to `learning_rate` and falls (`rise_and_fall`).
+    The learning rate rises to `learning_rate` and falls (`rise_and_fall`). Every rank calls this with equal
+    arguments; each one computes the gradient of its share of the rows.
 
     Raises ValueError if no demonstration is usable, FloatingPointError if the loss diverges.
     """
@@ -157,15 +159,18 @@ def warm_start(
                 unseen = rng.sample(rows, len(rows))
             chosen.append(unseen.pop())
         count, total = sum(row.action_tokens for row in chosen), 0.0
-        for batch in micro_batches(chosen, tokens_per_micro_batch, base.chat.pad_id, base.device):
+        local = [chosen[i] for i in distributed.local_share([len(row.input_ids) for row in chosen])]
+        for batch in micro_batches(local, tokens_per_micro_batch, base.chat.pad_id, base.device):
             loss = -base.score(base.model, batch, temperature=1.0)[0].sum() / count
             loss.backward()
             total += loss.item()
+        total = sum(distributed.gather([total]))
         if not math.isfinite(total):
             raise FloatingPointError(
                 f"the warm start diverged at update {update + 1} of {updates}: lower its learning rate of "
                 f"{learning_rate:g}"
             )
+        distributed.sum_gradients(parameters)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

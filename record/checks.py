@@ -15,6 +15,7 @@ from pathlib import Path
 
 from envs import Corpus, Env
 from record.command_line import UsageError, refuse, text_of
+from scale import launch
 
 
 def has_expert(env: Env | type[Env]) -> bool:
@@ -238,24 +239,27 @@ def check_tiny(args, env: Env) -> None:
 
 def check_device(args) -> None:
     """Raise UsageError unless torch finds the device, and a GPU for each rank of this machine."""
-    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    ranks = int(given) if given.isdecimal() else 1  # distributed.start refuses other values
+    if args.ranks != "auto" and not re.fullmatch(r"[1-9]\d{0,2}", args.ranks, re.ASCII):
+        refuse(args, "ranks", "must be auto or a whole number from 1 to 999")
     if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", args.device):
         refuse(args, "device", "is no device that a run can use; give auto, cpu, cuda or cuda:1")
+    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE")
+    if not (given and given.isdecimal()):  # distributed.start refuses other values
+        given = launch.ranks_to_start(args)
+    ranks = int(given)
     kind, _, index = args.device.partition(":")
     if ranks > 1 and kind == "cuda" and index:
         refuse(args, "device", f"{ranks} ranks cannot share a GPU; leave it out, and each takes its own")
     if kind == "cpu" or (kind == "auto" and ranks == 1):
         return
-
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if kind == "cuda" and int(index or 0) >= gpus:
-        found = f"only {gpus}" if gpus else "no GPU"
+    here = launch.gpus()
+    if kind == "cuda" and int(index or 0) >= here:
+        found = f"only {here}" if here else "no GPU"
         refuse(args, "device", f"torch finds {found} here; leave it out, or give cpu")
-    if ranks > gpus > 0:
-        refuse(args, "device", f"{ranks} ranks and {gpus} GPUs here; start as many ranks as there are GPUs")
+    if ranks > here > 0 and args.ranks != "auto":
+        refuse(args, "ranks", f"there are {here} GPUs here; give auto")
+    if ranks > here > 0:
+        refuse(args, "device", f"{ranks} ranks and {here} GPUs here; start as many ranks as there are GPUs")
 
 
 def native_bf16(device: str) -> bool:

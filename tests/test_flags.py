@@ -16,6 +16,7 @@ from envs import Household, env_class, make_env
 from flags import Args, UsageError
 from games import alfworld_engine
 from record import checks
+from scale import launch
 
 ROOT = Path(__file__).parent.parent
 ALL_FLAGS = [flag for section in flags.COMMAND_LINE.sections.values() for flag in section]
@@ -134,21 +135,17 @@ def test_a_data_error_of_a_preset_names_the_preset(monkeypatch):
 
 
 def test_a_missing_gpu_is_refused(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch, "gpus", lambda: 0)
     assert refused("--device", "cuda:1") == (
         "--device cuda:1: torch finds no GPU here; leave it out, or give cpu"
     )
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "gpus", lambda: 1)
     assert refused("--device", "cuda:1").startswith("--device cuda:1: torch finds only 1 here")
     checks.check_device(Args(device="cuda:0"))
 
 
 def test_each_rank_needs_its_own_gpu(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "gpus", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for device, words in (("auto", "2 ranks and 1 GPUs here"), ("cuda:0", "2 ranks cannot share a GPU")):
         with pytest.raises(UsageError, match=f"--device {device}: {words}"):
