@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from config import PRESETS
-from flags import UsageError, prepare
+from flags import COMMAND_LINE, UsageError, prepare
 from record.checkpoint import write_text
 from reproduce import figure, tables
 from reproduce.arms import EXPERIMENTS, Experiment
@@ -28,11 +28,17 @@ from reproduce.runs import Plan, check_same, core_seconds, plan_runs, run_all, w
 QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episodes 600
     --reward_model_episodes 300"""
 
+SET_BY_ARMS = ["method", "algo", "seed", "eval_every", "resume", "resume_from", "eval_only", "plan"]
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m reproduce",
+        description=__doc__,
+        epilog="All other flags are train.py's, for every run: --model DIR, --webshop_data DIR, ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(EXPERIMENTS)} or all")
     parser.add_argument(
@@ -43,7 +49,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--env", default="household", help="environment of train.py [household]")
     papers = [name for name in PRESETS if name.startswith("paper")]
     parser.add_argument("--preset", choices=papers, help="preset of train.py, in place of --env")
-    parser.add_argument("--flags", default="", help="further flags of train.py for every run, in quotes")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="folder [runs/reproduce]")
     parser.add_argument("--processes", type=int, help="runs at once [all cores; with --preset 1]")
     return parser
@@ -60,10 +65,16 @@ def read_seeds(text: str) -> list[int]:
     return seeds
 
 
-def scale_of(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the name of the scale, which is a folder, and its flags."""
+def scale_of(args: argparse.Namespace, more: list[str]) -> tuple[str, list[str]]:
+    """Return the name of the scale, which is a folder, and the flags of every run. Raises UsageError.
+
+    more: flags of train.py from the command line.
+    """
     flags = ["--preset", args.preset] if args.preset else ["--env", args.env]
-    flags += shlex.split(args.flags)
+    flags += more
+    for name in COMMAND_LINE.read(flags):
+        if name in SET_BY_ARMS:
+            raise UsageError(f"--{name}: the experiments set it; leave it out (--seeds sets the seeds)")
     name = args.preset or args.env
     if args.quick:
         name, flags = f"{name}-quick", QUICK.split() + flags
@@ -102,7 +113,7 @@ def write_results(
         print(f"written: {folder / name}.md, .json and .png")
 
 
-def plan_of(args: argparse.Namespace) -> tuple[dict[str, Experiment], list[int], Path, Plan]:
+def plan_of(args: argparse.Namespace, more: list[str]) -> tuple[dict[str, Experiment], list[int], Path, Plan]:
     """Return the experiments, the seeds, the folder and the runs. Raises UsageError."""
     if args.name not in [*EXPERIMENTS, "all"]:
         given = "NAME: is missing" if args.name is None else f"{args.name}: there is no such experiment"
@@ -116,7 +127,7 @@ def plan_of(args: argparse.Namespace) -> tuple[dict[str, Experiment], list[int],
     if args.quick:
         seeds = seeds[:1]
         experiments = {name: quick(experiment) for name, experiment in experiments.items()}
-    scale_name, scale = scale_of(args)
+    scale_name, scale = scale_of(args, more)
     folder = args.out / scale_name
     return experiments, seeds, folder, plan_runs(list(experiments.values()), scale, seeds, folder / "runs")
 
@@ -124,12 +135,12 @@ def plan_of(args: argparse.Namespace) -> tuple[dict[str, Experiment], list[int],
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parser().parse_args(argv)
+    args, more = parser().parse_known_args(argv)
     try:
         if args.list:
-            list_experiments(scale_of(args)[1], read_seeds(args.seeds))
+            list_experiments(scale_of(args, more)[1], read_seeds(args.seeds))
             return 0
-        experiments, seeds, folder, plan = plan_of(args)
+        experiments, seeds, folder, plan = plan_of(args, more)
         runs = with_preparing_runs(plan)
         for run in runs:
             check_same(run)

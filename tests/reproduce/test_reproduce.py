@@ -22,7 +22,9 @@ ROOT = Path(__file__).parent.parent.parent
         (["table1", "--seeds", "1,1"], "--seeds 1,1: must differ"),
         (["table1", "--processes", "0"], "--processes 0: must be 1 or more"),
         (["table1", "--env", "chess"], "--env chess: "),
-        (["table1", "--flags", "--clip_eps -1"], "--clip_eps -1.0: must be above 0"),
+        (["table1", "--seed", "3"], "--seed: the experiments set it"),
+        (["table1", "--clip_epps", "3"], "--clip_epps: there is no such flag; did you mean --clip_eps?"),
+        (["table1", "--clip_eps", "-1"], "--clip_eps -1.0: must be above 0"),
     ],
 )
 def test_a_usage_error_is_one_line_before_any_run(argv, message, capsys, tmp_path):
@@ -45,7 +47,7 @@ def test_a_quick_experiment_has_one_start():
 
 
 def test_each_scale_has_a_folder_of_its_own():
-    names = [scale_of(parser().parse_args(["k", *more.split()]))[0] for more in ("", "--quick")]
+    names = [scale_of(parser().parse_args(["k", *more]), [])[0] for more in ([], ["--quick"])]
     assert names == ["household", "household-quick"]
 
 
