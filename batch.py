@@ -45,6 +45,7 @@ class Row:
     advantages: Tensor | None = field(default=None, repr=False)
     old_values: Tensor | None = field(default=None, repr=False)
     returns: Tensor | None = field(default=None, repr=False)
+    sampler_logprobs: Tensor | None = field(default=None, repr=False)  # of fresh rows
     loss_mask: Tensor | None = field(default=None, repr=False)  # bool; None: all action tokens
 
     @property
@@ -119,33 +120,41 @@ def rows_of(trajectory: Trajectory) -> list[Row]:
 
 def take(rows: list[Row], name: str) -> Tensor:
     """Concatenate a column's values at the action tokens of all rows (N,)."""
-    return torch.cat([getattr(row, name)[row.action_mask] for row in rows])
+    columns = [(getattr(row, name), row.spans) for row in rows]
+    return torch.cat([column[start:end] for column, spans in columns for _, start, end in spans])
 
 
 def put(rows: list[Row], name: str, values: Tensor) -> None:
     """Set a column of each row from one value per action token (N,), as `take` returns them."""
-    counts = [row.action_tokens for row in rows]
-    for row, part in zip(rows, values.split(counts), strict=True):
+    parts = iter(values.split([end - start for row in rows for _, start, end in row.spans]))
+    for row in rows:
         column = torch.zeros(len(row.input_ids))
-        column[row.action_mask] = part
+        for _, start, end in row.spans:
+            column[start:end] = next(parts)
         setattr(row, name, column)
 
 
 def gather_columns(rows: list[Row], places: list[int], names: list[str]) -> None:
     """Gather the named columns over ranks. This rank has set the columns of `rows[i]` for i in `places`.
 
-    Every rank calls this with equal rows and names, and with its own places. A column that no rank has set
-    stays None.
+    Every rank calls this with equal rows and names, and with its own places. A rank sets a column on all of
+    its places or on none. A column that no rank has set stays None.
     """
     if distributed.world_size() == 1:
         return
-    computed = []
-    for i in places:
-        for name in names:
-            if getattr(rows[i], name) is not None:
-                computed.append((i, name, take([rows[i]], name).tolist()))
-    for i, name, values in distributed.gather(computed):
-        put([rows[i]], name, torch.tensor(values))
+    local = set(places)
+    mine = [row for i, row in enumerate(rows) if i in local]
+    others = [row for i, row in enumerate(rows) if i not in local]
+    is_mine = torch.tensor([i in local for i, row in enumerate(rows) for _ in range(row.action_tokens)])
+    sums = torch.zeros(len(names), len(is_mine) + 1)  # 0 at the tokens of other ranks
+    for name, total in zip(names, sums, strict=True):
+        if mine and getattr(mine[0], name) is not None:
+            total[:-1][is_mine] = take(mine, name)
+            total[-1] = 1  # this rank has set the column
+    distributed.sum_tensor(sums)
+    for name, total in zip(names, sums, strict=True):
+        if total[-1]:
+            put(others, name, total[:-1][~is_mine])
 
 
 def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row]]:
@@ -203,13 +212,19 @@ def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -
 def micro_batches(
     rows: list[Row], tokens: int, pad_id: int, device: str | torch.device = "cpu"
 ) -> Iterator[Batch]:
-    """Yield all rows in batches of similar length, longest first.
+    """Yield all rows in batches of similar length, longest first. Short rows with one prompt stay together.
 
     A batch has at most `tokens` tokens, padding included; a longer row is a batch of its own.
     """
-    batch: list[Row] = []  # the first row is the longest
-    for row in sorted(rows, key=lambda row: len(row.input_ids), reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0].input_ids) > tokens:
+    families: dict[tuple | int, list[Row]] = {}  # rows with one prompt, which the model reads once
+    for place, row in enumerate(sorted(rows, key=lambda row: len(row.input_ids), reverse=True)):
+        prompt = row.spans[0][1]
+        mostly_prompt = 2 * prompt >= len(row.input_ids)  # other rows differ too much in length
+        families.setdefault(tuple(row.input_ids[:prompt]) if mostly_prompt else place, []).append(row)
+    batch: list[Row] = []
+    for row in itertools.chain(*families.values()):
+        width = max(len(row.input_ids) for row in [*batch, row])
+        if batch and (len(batch) + 1) * width > tokens:
             yield pad_rows(batch, pad_id, device)
             batch = []
         batch.append(row)

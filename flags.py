@@ -24,7 +24,7 @@ from typing import Literal
 from config import LANGUAGE_MODEL, PRESETS, TINY, TINY_MODEL, Config
 from envs import Env, env_class, make_env
 from record import checks
-from record.checks import has_expert, native_bf16
+from record.checks import has_expert, has_other_goals, native_bf16
 from record.command_line import CommandLine, UsageError, refuse, text_of
 
 
@@ -125,16 +125,20 @@ class Args(Config):
     """Supervised updates on demonstrations. 0: none. Default: tiny 450 (alfworld 1500, webshop 1000; with
     --context full times 8/3), else 0"""
     warm_start_episodes: int | None = None
-    """Demonstrations: training games played by an expert that searches, hesitates and errs. Default: 2000,
-    alfworld 5000, webshop 8000"""
+    """Demonstrations: training games played by an expert that searches. Default: 2000, alfworld 5000, webshop
+    8000"""
     warm_start_games: int | None = None
     """Demonstrations, and the policy's games for the reward model, come from this many first games of the
     task stream. Default: all; alfworld 600, because each new game is translated first"""
+    faithful_share: float | None = None
+    """Share of the demonstrations that pursue the stated task. The others pursue another goal of the same
+    game (household only). Default: household 0.15, else 1"""
     expert_share: float | None = None
-    """Share of the demonstrated turns in which the expert's action is played. Default: 0.5, webshop 0.75"""
+    """Share of the demonstrated turns in which the expert's action is played. Default: household 0.95,
+    alfworld 0.5, webshop 0.75"""
     hesitation_share: float | None = None
     """Share of the turns in which the expert only looks around (webshop: acts hastily). In the other turns
-    it errs: any admissible action is played. Default: 0.45, webshop 0.22"""
+    it errs: any admissible action is played. Default: household 0, alfworld 0.45, webshop 0.22"""
     warm_start_turns: int | None = None
     """Demonstrated turns per supervised update. Default: 128, webshop 64"""
     warm_start_lr: float | None = None
@@ -157,9 +161,9 @@ class Args(Config):
     # the run
     out: str | None = None
     """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>"""
-    preset: Literal["paper-alfworld", "paper-webshop"] | None = None
-    """The paper's values, or verl-agent's where it gives none. Flags on the command line override
-    them. Default: none"""
+    preset: Literal["paper-alfworld", "paper-webshop", "cheap-swap"] | None = None
+    """paper-*: the paper's values, or verl-agent's where it gives none. cheap-swap: replay the episodes that
+    B is trained on. Flags on the command line override them. Default: none"""
     config: str | None = None
     """Take the flags of this config.json. Flags on the command line override them. Default: none"""
     resume: bool = False
@@ -178,9 +182,12 @@ class Args(Config):
     threads: int | None = None
     """CPU threads of torch, shared by the ranks of a machine. Another number can round differently. Default:
     tiny 1 (more are slower), else all"""
+    ranks: str = "auto"
+    """Processes that share the work on this machine. auto: one per GPU; without a GPU, the tiny model gets
+    one per core, up to 4, and others get 1. Another number rounds differently. Not read under torchrun."""
     rank_timeout: float = 10.0
-    """With torchrun: end the run if ranks wait and none makes progress for so many minutes. Raise it if one
-    call may take longer, for example to write a large checkpoint to a slow disk."""
+    """With several ranks: end the run if ranks wait and none makes progress for so many minutes. Raise it if
+    one call may take longer, for example to write a large checkpoint to a slow disk."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None
@@ -221,8 +228,8 @@ OF_THE_CALL = ["preset", "out", "config", "resume", "resume_from", "eval_only", 
 COMMAND_LINE = CommandLine(Args, SECTIONS, OLD_NAMES, unsaved=OF_THE_CALL)
 
 # The flags that may change when a run is resumed or evaluated: its course does not depend on them.
-OF_THE_MACHINE = """--threads --rank_timeout --device --parallel_episodes --env_workers --vllm_memory
-    --alfworld_data --webshop_data --webshop_products"""
+OF_THE_MACHINE = """--threads --ranks --rank_timeout --device --parallel_episodes --env_workers
+    --vllm_memory --alfworld_data --webshop_data --webshop_products"""
 WHEN_RESUMED = f"""{OF_THE_MACHINE} --total_updates --eval_every --tokens_per_micro_batch
     --gradient_checkpointing --keep_checkpoints --tensorboard --wandb_project"""
 WHEN_EVALUATED = f"{OF_THE_MACHINE} --sampler --eval_splits --eval_games --eval_temperature"
@@ -351,6 +358,8 @@ def resolve(args: Args, env: Env | type[Env]) -> Args:
         defaults["warm_start"] = defaults["warm_start"] * 8 // 3
     if not has_expert(env):
         defaults["reward_model_source"] = "policy"
+    if not has_other_goals(env):
+        defaults["faithful_share"] = 1.0
     if "autocast" not in given:
         defaults["autocast"] = dtype == "bfloat16" and (args.plan or native_bf16(args.device))
     defaults["lora_alpha"] = float(rank or 64)

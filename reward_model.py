@@ -218,7 +218,7 @@ class StepRewardModel(nn.Module):
 
         The learning rate rises over a tenth of the updates, then falls to 0. Weights are fp32 during the fit.
         progress: called with (update, number of updates, loss). Raises ValueError if there are fewer than two
-        tasks and FloatingPointError if the fit diverges.
+        tasks and FloatingPointError if the fit diverges. Every rank calls this with the same episodes.
 
         The report (`self.report`): `quality` on the held-out episodes; mse_of_mean, their MSE if the training
         mean is predicted; counts of episodes and successes; learned, True if the model is clearly better than
@@ -274,20 +274,21 @@ class StepRewardModel(nn.Module):
         return report
 
     def backward(self, episodes: list[list[Row]]) -> float:
-        """Add the gradient of Eq. 7 over these episodes, which are lists of rows, and return the loss.
+        """Add the gradient of Eq. 7 over these episodes (lists of rows), which ranks share. Return the loss.
 
         R needs all rows of its episode, so a part holds whole episodes. Parts of up to tokens_per_micro_batch
         tokens are left to autograd; a longer episode is a part of its own and is read twice.
         """
-        total = 0.0
-        for part in _parts(episodes, self.tokens_per_micro_batch):
+        total, local = 0.0, distributed.local_share([_size([episode]) for episode in episodes])
+        for part in _parts([episodes[i] for i in local], self.tokens_per_micro_batch):
             if _size(part) <= self.tokens_per_micro_batch:
                 loss = self.squared_error(part) / len(episodes)
                 loss.backward()
             else:
                 loss = self.two_passes(part, len(episodes))
             total += loss.item()
-        return total
+        distributed.sum_gradients(list(self.parameters()))
+        return sum(distributed.gather([total]))
 
     def squared_error(self, part: list[list[Row]]) -> Tensor:
         """Compute the sum of (R - outcome)^2 over a part, for autograd."""

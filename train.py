@@ -14,9 +14,9 @@ reward_model/ (if the run fitted it), checkpoints/ (record/checkpoint.py), polic
 transformers or peft), curves.png and summary.json. `--resume` continues a run exactly: after Ctrl-C, after a
 kill, or to train for longer.
 
-`torchrun --nproc_per_node=n train.py` starts n ranks that share the work (scale/distributed.py). All ranks
-take the same path through this file. Only rank 0 prints, fits models and writes files; the other ranks load
-the files that rank 0 wrote.
+A run has one or more ranks, processes that share the work (scale/distributed.py). `--ranks` starts them
+(scale/launch.py), or torchrun does. All ranks take the same path through this file. Only rank 0 prints and
+writes files.
 """
 
 # ruff: noqa: E402
@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import io
 import json
 import os
@@ -42,6 +43,7 @@ from record import checkpoint
 from record.checks import native_bf16
 from record.command_line import UsageError, refuse
 from record.log import check_log
+from scale import launch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -84,9 +86,11 @@ def checkpoint_of(args: Args) -> Path | None:
 
 
 CHECKED = None
-if __name__ == "__main__" and not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
+if __name__ == "__main__" and launch.is_launched():
+    launch.join()
+elif __name__ == "__main__" and not launch.by_torchrun():
     # Importing torch takes seconds. Check the flags before it, so that --help and bad flags answer at once.
-    # Under torchrun, `main` checks them after the ranks have joined, so that a message is printed once.
+    # Ranks check them again in `main`, after they have joined, so that a message is printed once.
     try:
         CHECKED = read_flags(sys.argv[1:])
     except UsageError as error:
@@ -94,6 +98,7 @@ if __name__ == "__main__" and not os.environ.keys() & {"RANK", "WORLD_SIZE"}:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    launch.start(CHECKED[0])
 
 import torch
 
@@ -277,6 +282,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
     saved = read_checkpoint(args, newest) if newest else None
     base = pieces.load_start(args, Path(args.out) if args.resume else None)
     identity.check(args, saved, pieces.of_base(base))
+    gc.freeze()  # later collections skip the objects of torch and transformers
     world = pieces.make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed)
     check_start(args, base, world)
     if saved and saved.state["games"] != world.pool.env.fingerprint:
@@ -286,7 +292,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
         identity.check(args, saved, pieces.of_reward_model(named))
     folder = distributed.on_rank_0(lambda: run_folder(args))
     ranks = distributed.world_size()
-    launcher = f"torchrun --nproc_per_node={ranks}" if ranks > 1 else "python"
+    launcher = f"torchrun --nproc_per_node={ranks}" if launch.by_torchrun() and ranks > 1 else "python"
     command = f"{launcher} train.py --resume --out {shlex.quote(str(folder))}"
     distributed.watch(args.rank_timeout, functools.partial(end_hanging_run, command=command))
     with explained_endings(command):
@@ -298,6 +304,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
                 write_run_facts(folder, argv, args.threads, ranks)
                 checkpoint.write_text(folder / "config.json", config_text(args))
             train_in(folder, args, saved, base, named, started, pieces)
+    gc.unfreeze()
 
 
 def train_in(folder: Path, args: Args, saved, base, named, started: float, pieces: Pieces) -> None:
@@ -316,7 +323,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
 
     @functools.cache  # the warm start and the step reward model may use the same demonstrations
     def demonstrate(count: int) -> list[Trajectory]:
-        shares = (args.expert_share, args.hesitation_share)
+        shares = (args.expert_share, args.hesitation_share, args.faithful_share)
         episodes = demonstrations(world, count, *shares, args.warm_start_games)
         warn_of_crashes(episodes, "demonstrations")
         return episodes
@@ -402,7 +409,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
 
 def read_flags_on_ranks(argv: list[str]) -> tuple[Args, Path | None]:
     """Call `read_flags` on every rank; only rank 0 prints."""
-    if distributed.rank() == 0:
+    if distributed.rank() == 0 and not launch.is_launched():  # the launcher has printed the warnings
         return read_flags(argv)
     nowhere = io.StringIO()
     try:

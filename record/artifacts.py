@@ -1,7 +1,8 @@
 """The models that a run makes once and every rank loads: start/ and reward_model/ of the run folder.
 
-Rank 0 makes them and writes them to the run folder. All ranks then load them from there, as a resumed run
-does, so that a run and its resumption continue with the same numbers. A folder that exists is not made again.
+The ranks make them together, and rank 0 writes them to the run folder. All ranks then load them from there,
+as a resumed run does, so that a run and its resumption continue with the same numbers. A folder that exists
+is not made again.
 """
 
 from __future__ import annotations
@@ -45,15 +46,14 @@ def usage_error(flag: str = "", remedy: str = "", instead_of: str = ""):
 
 
 def make_once(folder: Path, play: Callable[[], list], make: Callable[[list], object]) -> bool:
-    """Let rank 0 save what `make` returns in `folder`, unless the folder exists. Return True if it was made.
+    """Save what `make` returns in `folder`, unless the folder exists. Return True if it was made.
 
-    `make` gets the episodes that all ranks have played with `play`. Every rank then loads the folder, as a
-    resumed run does, so that both continue with the same numbers.
+    `make` gets the episodes that all ranks have played with `play`. Every rank calls both; rank 0 saves.
     """
     if distributed.on_rank_0(folder.is_dir):
         return False
-    episodes = play()
-    distributed.on_rank_0(lambda: checkpoint.write_folder(folder, make(episodes).save))
+    made = make(play())
+    distributed.on_rank_0(lambda: checkpoint.write_folder(folder, made.save))
     return True
 
 
@@ -149,10 +149,13 @@ def update_adapter(policy: Path, start: Path) -> None:
 def demonstrator(args: Args) -> str:
     """Describe the player of the demonstrations."""
     errors = 1 - args.expert_share - args.hesitation_share
-    return (
+    player = (
         f"an expert that searches ({args.expert_share:.0%} of the turns), hesitates "
         f"({args.hesitation_share:.0%}) and errs ({errors:.0%})"
     )
+    if args.faithful_share < 1:
+        player += f"; in {1 - args.faithful_share:.0%} of the games it plays for another goal than the task"
+    return player
 
 
 def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):
@@ -216,8 +219,8 @@ def reward_model_settings(args: Args, base) -> dict:
 def named_reward_model(args: Args, base) -> StepRewardModel | None:
     """Load the model of --reward_model, the one that a resumed run has fitted, or --reward_model_backbone.
 
-    It is loaded before there is a run folder. The last one is not fitted yet, and only rank 0 needs it.
-    Returns None without any of them. Raises UsageError.
+    It is loaded before there is a run folder. The last one is not fitted yet. Returns None without any of
+    them. Raises UsageError.
     """
     if args.reward_model:
         with usage_error(f"--reward_model {args.reward_model}: "):
@@ -225,7 +228,7 @@ def named_reward_model(args: Args, base) -> StepRewardModel | None:
     if args.resume and Path(args.out, "reward_model").is_dir():
         return load_fitted(args, Path(args.out), base)
     name = args.reward_model_backbone
-    if not name or distributed.rank() > 0:
+    if not name:
         return None
     with usage_error(f"--reward_model_backbone {name}: ", instead_of=f"--model {name}: "):
         return StepRewardModel.from_pretrained(name, seed=args.seed, **reward_model_settings(args, base))

@@ -15,11 +15,17 @@ from pathlib import Path
 
 from envs import Corpus, Env
 from record.command_line import UsageError, refuse, text_of
+from scale import launch
 
 
 def has_expert(env: Env | type[Env]) -> bool:
     """Return True if the environment can demonstrate its games."""
     return callable(getattr(env, "searching_expert", None))
+
+
+def has_other_goals(env: Env | type[Env]) -> bool:
+    """Return True if the environment can demonstrate other goals than the task."""
+    return callable(getattr(env, "wandering_expert", None))
 
 
 def check(args, env: Env) -> None:
@@ -31,6 +37,8 @@ def check(args, env: Env) -> None:
             refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
         if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
             refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
+    if args.faithful_share < 1 and plays_expert(args) and not has_other_goals(env):
+        refuse(args, "faithful_share", f"the expert of --env {args.env} has no other goals; give 1")
     known = ", ".join(env.eval_splits)
     if len(set(args.eval_splits)) < len(args.eval_splits):
         refuse(args, "eval_splits", f"name each split once; --env {args.env} has {known}")
@@ -231,24 +239,27 @@ def check_tiny(args, env: Env) -> None:
 
 def check_device(args) -> None:
     """Raise UsageError unless torch finds the device, and a GPU for each rank of this machine."""
-    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
-    ranks = int(given) if given.isdecimal() else 1  # distributed.start refuses other values
+    if args.ranks != "auto" and not re.fullmatch(r"[1-9]\d{0,2}", args.ranks, re.ASCII):
+        refuse(args, "ranks", "must be auto or a whole number from 1 to 999")
     if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", args.device):
         refuse(args, "device", "is no device that a run can use; give auto, cpu, cuda or cuda:1")
+    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE")
+    if not (given and given.isdecimal()):  # distributed.start refuses other values
+        given = launch.ranks_to_start(args)
+    ranks = int(given)
     kind, _, index = args.device.partition(":")
     if ranks > 1 and kind == "cuda" and index:
         refuse(args, "device", f"{ranks} ranks cannot share a GPU; leave it out, and each takes its own")
     if kind == "cpu" or (kind == "auto" and ranks == 1):
         return
-
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if kind == "cuda" and int(index or 0) >= gpus:
-        found = f"only {gpus}" if gpus else "no GPU"
+    here = launch.gpus()
+    if kind == "cuda" and int(index or 0) >= here:
+        found = f"only {here}" if here else "no GPU"
         refuse(args, "device", f"torch finds {found} here; leave it out, or give cpu")
-    if ranks > gpus > 0:
-        refuse(args, "device", f"{ranks} ranks and {gpus} GPUs here; start as many ranks as there are GPUs")
+    if ranks > here > 0 and args.ranks != "auto":
+        refuse(args, "ranks", f"there are {here} GPUs here; give auto")
+    if ranks > here > 0:
+        refuse(args, "device", f"{ranks} ranks and {here} GPUs here; start as many ranks as there are GPUs")
 
 
 def native_bf16(device: str) -> bool:
@@ -315,12 +326,19 @@ def plays_expert(args) -> bool:
     return bool(args.warm_start) or (fits_reward_model(args) and args.reward_model_source == "expert")
 
 
+def reads_buffer_tasks(args) -> bool:
+    """Return True if the size of the replay buffer depends on --buffer_tasks."""
+    sources = args.buffer_sources
+    return "collect" in sources or (sources == ("history",) and args.buffer_keep is None)
+
+
 TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
-    replay_strategy replay_unit clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
+    buffer_source buffer_keep replay_strategy replay_unit
+    clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
     reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
-    warm_start_games expert_share hesitation_share warm_start_turns warm_start_lr reward_model
+    warm_start_games faithful_share expert_share hesitation_share warm_start_turns warm_start_lr reward_model
     reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs reward_model_lr
     keep_checkpoints tensorboard wandb_project"""
 
@@ -331,9 +349,14 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "without --eval_only",
     ),
     (
-        "off_policy_fraction buffer_tasks replay_strategy replay_unit max_centre",
+        "off_policy_fraction buffer_source buffer_tasks buffer_keep replay_strategy replay_unit max_centre",
         lambda args: args.replays,
         "with --method rspo, rspo_h or rspo_o",
+    ),
+    (
+        "buffer_tasks",
+        reads_buffer_tasks,
+        "with --buffer_source collect, or history without --buffer_keep",
     ),
     (
         "reward_noise reward_model",
@@ -364,7 +387,7 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "with --warm_start above 0",
     ),
     (
-        "expert_share hesitation_share",
+        "faithful_share expert_share hesitation_share",
         plays_expert,
         "with --warm_start above 0 or a reward model fitted on the expert",
     ),
@@ -400,7 +423,7 @@ def doubts(args, given: dict) -> list[str]:
         found.append(f"this run never reads {flags}; leave out what is not meant")
     if args.eval_only:
         return found
-    if args.replays and args.buffer_tasks < args.replayed_tasks:
+    if reads_buffer_tasks(args) and args.buffer_tasks < args.replayed_tasks:
         held = args.buffer_tasks * args.group_size
         found.append(
             f"--buffer_tasks {args.buffer_tasks}: the buffer holds {held} episodes and an update wants "

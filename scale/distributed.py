@@ -1,6 +1,6 @@
 """Ranks: several processes that train one policy, with torch.distributed.
 
-`torchrun --nproc_per_node=8 train.py ...` starts the ranks. Ranks split the work, not the data: each plays,
+`--ranks` (scale/launch.py) or torchrun starts the ranks. Ranks split the work, not the data: each plays,
 scores and differentiates its share, and the results are gathered on every rank. So every rank holds the same
 episodes, advantages, replay buffer and weights, draws the same random numbers and takes the same decisions. A
 rank without work still takes part in every collective, so uneven shares cannot hang. Python objects are
@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import functools
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -27,8 +28,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+
+from scale import launch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
@@ -132,6 +135,10 @@ def print_once(text: str) -> None:
     ranks as soon as one has ended.
     """
     _stop_once()
+    if launch.is_launched():  # the launcher ends no rank that is about to print
+        if launch.claim():
+            print(text, file=sys.stderr, flush=True)
+        return
     try:
         first = world_size() == 1 or _store.add("reported", 1) == 1
     except RuntimeError:  # the rank that hosts the store has ended
@@ -225,12 +232,17 @@ def _collective() -> Iterator[None]:
 
 
 def gather(items: list) -> list:
-    """Concatenate the items of all ranks, rank 0's first, on every rank. Items are copied by pickling."""
+    """Concatenate the items of all ranks, rank 0's first, on every rank. Other ranks' items are pickled."""
     if world_size() == 1:
         return items
-    parts: list = [None] * world_size()
+    own = torch.frombuffer(bytearray(pickle.dumps(items)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world_size())]
     with _collective():
-        dist.all_gather_object(parts, items)
+        dist.all_gather(sizes, torch.tensor([len(own)]))
+        longest = int(max(sizes))
+        padded = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(padded, nn.functional.pad(own, (0, longest - len(own))))
+    parts = [items if i == rank() else pickle.loads(padded[i].numpy()) for i in range(world_size())]
     return [item for part in parts for item in part]
 
 
@@ -299,6 +311,13 @@ class Totals:
             sums[name] += total
             counts[name] += count
         return {name: total / counts[name] for name, total in sums.items()}
+
+
+def sum_tensor(values: Tensor) -> None:
+    """Replace a tensor on the CPU by its sum over the ranks."""
+    if world_size() > 1:
+        with _collective():
+            dist.all_reduce(values)
 
 
 # --- gradients ---

@@ -11,8 +11,10 @@ ORDER = [
     "losses",
     "config",
     "buffer",
+    "scale.launch",
     "scale.distributed",
     "batch",
+    "scale.shared_prompts",
     "rspo",
     "games.household",
     "games.webshop_search",
@@ -76,6 +78,7 @@ HEAVY = {
 }
 LIGHT = [
     "config",
+    "scale.launch",
     "buffer",
     "envs",
     "chat",
