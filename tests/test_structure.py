@@ -58,8 +58,14 @@ ORDER = [
     "bench.core",
     "bench.__main__",
     "bench.gpu_check",
+    "reproduce.arms",
+    "reproduce.runs",
+    "reproduce.tables",
+    "reproduce.markdown",
+    "reproduce.figure",
+    "reproduce.__main__",
 ]
-FOLDERS = ["games", "scale", "demo", "record", "bench"]
+FOLDERS = ["games", "scale", "demo", "record", "bench", "reproduce"]
 METHOD = ["losses", "config", "buffer", "batch", "rspo", "reward_model", "chat", "model", "policy", "sampler"]
 HEAVY = {
     "transformers",
