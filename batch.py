@@ -45,6 +45,7 @@ class Row:
     advantages: Tensor | None = field(default=None, repr=False)
     old_values: Tensor | None = field(default=None, repr=False)
     returns: Tensor | None = field(default=None, repr=False)
+    sampler_logprobs: Tensor | None = field(default=None, repr=False)  # of fresh rows
     loss_mask: Tensor | None = field(default=None, repr=False)  # bool; None: all action tokens
 
     @property
@@ -209,13 +210,19 @@ def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -
 def micro_batches(
     rows: list[Row], tokens: int, pad_id: int, device: str | torch.device = "cpu"
 ) -> Iterator[Batch]:
-    """Yield all rows in batches of similar length, longest first.
+    """Yield all rows in batches of similar length, longest first. Short rows with one prompt stay together.
 
     A batch has at most `tokens` tokens, padding included; a longer row is a batch of its own.
     """
-    batch: list[Row] = []  # the first row is the longest
-    for row in sorted(rows, key=lambda row: len(row.input_ids), reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0].input_ids) > tokens:
+    families: dict[tuple | int, list[Row]] = {}  # rows with one prompt, which the model reads once
+    for place, row in enumerate(sorted(rows, key=lambda row: len(row.input_ids), reverse=True)):
+        prompt = row.spans[0][1]
+        mostly_prompt = 2 * prompt >= len(row.input_ids)  # other rows differ too much in length
+        families.setdefault(tuple(row.input_ids[:prompt]) if mostly_prompt else place, []).append(row)
+    batch: list[Row] = []
+    for row in itertools.chain(*families.values()):
+        width = max(len(row.input_ids) for row in [*batch, row])
+        if batch and (len(batch) + 1) * width > tokens:
             yield pad_rows(batch, pad_id, device)
             batch = []
         batch.append(row)

@@ -6,7 +6,7 @@ Neither overwrites the other. So the reward swap changes no record: it only read
 scores (`rspo.swap_rewards`).
 
 Left out: priorities that decay, importance weights of the draw, and storage on disk. The buffer is emptied
-after every loop, so it stays small.
+after every loop or keeps only its newest groups, so it stays small.
 
 Shapes: S steps (turns) of an episode, N episodes of a group.
 """
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean, pvariance
+from statistics import fmean, mean, pvariance
 
 
 class StopReason(Enum):
@@ -131,6 +131,7 @@ class _Entry:
     trajectories: list[Trajectory]
     group: int  # serial number of the group that the episodes come from
     score: list[float]  # rank under the strategy; the lowest is drawn first
+    update: int = 0  # A's updates when the episodes were played
     draws: int = 0  # number of times that it was drawn so far
 
 
@@ -149,6 +150,8 @@ class ReplayBuffer:
         "reward"    highest outcome, then A_off > 0 (better than the mean of the episode's own group)
         "variance"  largest variance of the outcomes in the episode's group
         "random"    no preference, and draw counts are ignored too
+        "positive"  only episodes with A_off > 0 and an outcome above their group's mean: fewest draws so far,
+                    then largest A_off (not in the paper)
     Ties are common, as most outcomes are 0 or 1. A tie goes to the episode with the fewest draws so far. If
     these are equal too, a seeded random number decides.
 
@@ -160,8 +163,9 @@ class ReplayBuffer:
     """
 
     def __init__(self, strategy: str = "reward", unit: str = "episode", seed: int | str = 0):
-        if strategy not in ("reward", "variance", "random"):
-            raise ValueError(f"strategy {strategy!r} is unknown: it is 'reward', 'variance' or 'random'")
+        if strategy not in ("reward", "variance", "random", "positive"):
+            known = "'reward', 'variance', 'random' or 'positive'"
+            raise ValueError(f"strategy {strategy!r} is unknown: it is {known}")
         if unit not in ("episode", "group"):
             raise ValueError(f"unit {unit!r} is unknown: it is 'episode' or 'group'")
         self.strategy, self.unit = strategy, unit
@@ -173,15 +177,19 @@ class ReplayBuffer:
         """Count the episodes in the buffer."""
         return sum(len(entry.trajectories) for entry in self._entries)
 
-    def add(self, groups: list[Group]) -> None:
-        """Add the usable episodes of whole groups. Their steps must have their advantages already."""
+    def add(self, groups: list[Group], update: int = 0) -> None:
+        """Add the usable episodes of whole groups. Their steps must have their advantages already.
+
+        update: the number of A's updates when they were played, from which `draw_metrics` counts their age.
+        """
         for group in groups:
             usable = group.usable_episodes()
             if not usable:
                 continue
             units = [usable] if self.unit == "group" else [[episode] for episode in usable]
             for members in units:
-                self._entries.append(_Entry(members, self._groups_seen, self._score(members, usable)))
+                score = self._score(members, usable)
+                self._entries.append(_Entry(members, self._groups_seen, score, update))
             self._groups_seen += 1
 
     def _score(self, members: list[Trajectory], group: list[Trajectory]) -> list[float]:
@@ -193,15 +201,23 @@ class ReplayBuffer:
         if self.unit == "group":
             return [-fmean(_outcomes(group))]
         (episode,) = members
-        has_positive_advantage = sum(step.advantage or 0.0 for step in episode.steps) > 0
-        return [-episode.outcome, float(not has_positive_advantage)]
+        advantages = [step.advantage or 0.0 for step in episode.steps]
+        if self.strategy == "positive":
+            # A_off alone is not enough: if one of eight failures has an invalid reply, the other seven have
+            # A_off > 0. `mean` is exact: turns of equal advantage leave no rounding error.
+            is_better = episode.outcome > mean(_outcomes(group))
+            return [-mean(advantages) if is_better else 0.0]
+        return [-episode.outcome, float(not sum(advantages) > 0)]
 
     def _best_first(self) -> Iterator[_Entry]:
         """Yield the entries from a heap, best first. Serial numbers differ, so entries are never compared."""
         heap = []
         for serial, entry in enumerate(self._entries):
             draws = 0 if self.strategy == "random" else entry.draws
-            heap.append((entry.score, draws, self._random.random(), serial, entry))
+            rank = [*entry.score, draws]
+            if self.strategy == "positive":
+                rank = [draws, *entry.score]
+            heap.append((rank, self._random.random(), serial, entry))
         heapq.heapify(heap)
         while heap:
             yield heapq.heappop(heap)[-1]
@@ -209,7 +225,8 @@ class ReplayBuffer:
     def sample(self, n: int) -> list[Trajectory]:
         """Draw the n best-ranked distinct episodes, or all if there are fewer.
 
-        With unit "group", whole groups are drawn as long as they fit into n. Raises ValueError if n < 0.
+        "positive" draws fewer than n if it holds fewer positive episodes. With unit "group", whole groups are
+        drawn as long as they fit into n. Raises ValueError if n < 0.
         """
         if n < 0:
             raise ValueError(f"{n} episodes cannot be drawn: give 0 or more")
@@ -217,17 +234,27 @@ class ReplayBuffer:
         for entry in self._best_first():
             if self.unit == "group" and not _has_spread(entry.trajectories):
                 continue
+            if self.strategy == "positive" and entry.score[0] >= 0:
+                continue
             if len(drawn) + len(entry.trajectories) <= n:
                 drawn += entry.trajectories
                 entry.draws += 1
         return drawn
 
     def keep_newest(self, groups: int) -> None:
-        """Keep only the episodes of the newest `groups` groups (RSPO_H: A's own latest episodes)."""
+        """Keep only the episodes of the newest `groups` groups."""
         if groups < 0:
             raise ValueError(f"{groups} groups cannot be kept: give 0 or more")
         newest = set(heapq.nlargest(groups, {entry.group for entry in self._entries}))
         self._entries = [entry for entry in self._entries if entry.group in newest]
+
+    def draw_metrics(self, drawn: list[Trajectory], update: int) -> dict[str, float]:
+        """Describe a draw: the buffer's episodes, and the age of the drawn ones in updates of A."""
+        if not drawn:
+            return {}
+        played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
+        ages = [update - played[id(episode)] for episode in drawn]
+        return {"buffer_episodes": len(self), "replay_age_mean": fmean(ages), "replay_age_max": max(ages)}
 
     def clear(self) -> None:
         """Drop all episodes."""

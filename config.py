@@ -40,6 +40,7 @@ RANGES = {  # (lowest, highest) value, here and in flags.Args; every other numbe
     "vllm_memory": (0.01, 0.99),
     "eval_temperature": (0, 1000),
     "warm_start": (0, math.inf),
+    "faithful_share": (0, 1),
     "expert_share": (0, 1),
     "hesitation_share": (0, 1),
     "reward_model_episodes": (2, math.inf),
@@ -74,7 +75,7 @@ class Config:
     last groups. rspo_o: B is trained on outcome rewards too."""
     algo: Literal["grpo", "gigpo", "ppo"] = "grpo"
     """Estimator of the advantages."""
-    total_updates: int = 45
+    total_updates: int = 90
     """Updates of A; a multiple of k. Updates of B are not counted."""
     k: int = 3
     """k: updates per phase, first of B, then of A."""
@@ -87,8 +88,16 @@ class Config:
     number above 0."""
     buffer_tasks: int = 14
     """Tasks (N episodes each) that B plays into the replay buffer in each loop."""
-    replay_strategy: Literal["reward", "variance", "random"] = "reward"
-    """Episodes that the buffer draws first: highest outcome, largest variance in their group, or any."""
+    buffer_source: Literal["collect", "phase1", "history", "both"] | None = None
+    """What fills the buffer. collect: B plays buffer_tasks tasks for it. phase1: the episodes that B is
+    trained on, at no extra cost. history: A's own last groups. both: phase1 and history. Default: collect,
+    rspo_h history"""
+    buffer_keep: int | None = None
+    """Newest tasks (N episodes each) that stay in the buffer from loop to loop. Default: rspo_h buffer_tasks,
+    else the buffer is emptied after every loop"""
+    replay_strategy: Literal["reward", "variance", "random", "positive"] = "reward"
+    """Episodes that the buffer draws first: highest outcome, largest variance in their group, or any.
+    positive: only successes with A_off > 0, least drawn first, then largest A_off."""
     replay_unit: Literal["episode", "group"] = "episode"
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2
@@ -174,6 +183,38 @@ class Config:
             )
         if self.algo == "ppo" and self.replays and self.replay_unit == "group":
             raise ValueError("--replay_unit group with --algo ppo: groups have one episode; give episode")
+        if self.replays and self.replay_strategy == "positive":
+            if self.algo == "ppo":
+                raise ValueError(
+                    "--replay_strategy positive with --algo ppo: A_off is not known before the draw, as A's "
+                    "critic computes it; give --replay_strategy reward or random"
+                )
+            if self.replay_unit == "group":
+                raise ValueError(
+                    "--replay_strategy positive with --replay_unit group: the A_off of a group sum to 0; "
+                    "give episode"
+                )
+        self._check_buffer_source()
+
+    def _check_buffer_source(self) -> None:
+        if self.method == "rspo_h" and self.buffer_source not in (None, "history"):
+            raise ValueError(
+                f"--buffer_source {self.buffer_source} with --method rspo_h: there is no B; give history, or "
+                "--method rspo"
+            )
+        if self.explores and self.buffer_source == "history":
+            raise ValueError(
+                f"--buffer_source history with --method {self.method}: no episode of B would be replayed; "
+                "give both, or --method rspo_h"
+            )
+        if self.explores and self.buffer_keep is not None:
+            played = self.k * (self.tasks_per_update - self.replayed_tasks)
+            filled = self.buffer_tasks if "collect" in self.buffer_sources else played
+            if self.buffer_keep < filled:
+                raise ValueError(
+                    f"--buffer_keep {self.buffer_keep}: B fills the buffer with {filled} tasks in each loop; "
+                    f"give {filled} or more"
+                )
 
     @property
     def explores(self) -> bool:
@@ -221,9 +262,26 @@ class Config:
         return self.replayed_tasks * self.group_size
 
     @property
+    def buffer_sources(self) -> tuple[str, ...]:
+        """Return what fills the replay buffer: some of "collect", "phase1" and "history"."""
+        if not self.replays:
+            return ()
+        if self.method == "rspo_h":
+            return ("history",)
+        if self.buffer_source == "both":
+            return ("phase1", "history")
+        return (self.buffer_source or "collect",)
+
+    @property
     def buffer_groups(self) -> int:
-        """Return the groups that fill the replay buffer: buffer_tasks; with PPO N times as many."""
+        """Return the groups that B plays into the replay buffer: buffer_tasks; with PPO N times as many."""
         return self.buffer_tasks * self.group_size // self.episodes_per_task
+
+    @property
+    def kept_groups(self) -> int:
+        """Return the newest groups that stay in the buffer over loops. 0: it is emptied after every loop."""
+        kept = self.buffer_keep or (self.buffer_tasks if self.method == "rspo_h" else 0)
+        return kept * self.group_size // self.episodes_per_task
 
 
 # --- presets ----------------------------------------------------------------------------------------------
@@ -238,17 +296,18 @@ LANGUAGE_MODEL = """--style think --lora_rank 64 --dtype bfloat16 --adam_beta2 0
 TINY = {  # with these the tiny model starts competent, but has much to learn
     "household": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
         --warm_start 450 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 2000
-        --expert_share 0.5 --hesitation_share 0.45 --learning_rate 4e-4
+        --faithful_share 0.15 --expert_share 0.95 --hesitation_share 0 --learning_rate 4e-4
         --reward_model_source expert --reward_model_episodes 2000""",
     # ALFWorld's scripted expert almost always wins, but the reward model also needs failures: fit it on the
     # policy's own games.
     "alfworld": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
         --warm_start 1500 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 5000
-        --expert_share 0.5 --hesitation_share 0.45 --warm_start_games 600 --learning_rate 2e-4
+        --faithful_share 1 --expert_share 0.5 --hesitation_share 0.45 --warm_start_games 600
+        --learning_rate 2e-4
         --reward_model_source policy --reward_model_episodes 1000""",
     "webshop": """--tiny_width 96 --tiny_layers 3 --history 0 --max_prompt_tokens 320 --max_new_tokens 64
         --warm_start 1000 --warm_start_turns 64 --warm_start_lr 3e-3 --warm_start_episodes 8000
-        --expert_share 0.75 --hesitation_share 0.22 --learning_rate 1e-4
+        --faithful_share 1 --expert_share 0.75 --hesitation_share 0.22 --learning_rate 1e-4
         --reward_model_source expert --reward_model_episodes 2000""",
 }
 
@@ -260,7 +319,13 @@ PAPER = """--model Qwen/Qwen2.5-1.5B-Instruct --reward_model_backbone meta-llama
     --context window --history 2 --max_new_tokens 512 --temperature 1 --eval_temperature 0.4
     --eval_every 15"""
 
+# The episodes that B is trained on are replayed, in place of a collection for the buffer. With the default
+# sizes (k 3, 8 tasks) B adds 18 groups in each loop, and the newest 84 stay.
+CHEAP_SWAP = """--buffer_source phase1 --buffer_keep 84 --replay_strategy positive
+    --off_policy_fraction 1/4"""
+
 PRESETS = {
+    "cheap-swap": CHEAP_SWAP,
     "paper-alfworld": f"""{PAPER} --env alfworld --max_turns 50 --max_prompt_tokens 2048
         --minibatch_turns 256 --gigpo_std --eval_splits valid_seen valid_unseen""",
     "paper-webshop": f"""{PAPER} --env webshop --max_turns 15 --max_prompt_tokens 4096

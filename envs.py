@@ -89,6 +89,12 @@ class Env(Protocol):
     def searching_expert(self) -> str:
         """Return a good action for the current state, for demonstrations. This method is optional."""
 
+    def wandering_expert(self, seed: str) -> str:
+        """Return a good action for another goal than the task, for demonstrations. This method is optional.
+
+        The seed draws the goal from those that the game allows. Once it is reached, the action looks around.
+        """
+
 
 def one_line(text: str) -> str:
     """Replace each run of whitespace by one blank, and strip the ends."""
@@ -124,6 +130,11 @@ class Household:
     def searching_expert(self) -> str:
         """Return a good action, with knowledge only of the places searched so far."""
         return self._room.advice(self._room.searched)
+
+    def wandering_expert(self, seed: str) -> str:
+        """Return a good action for a goal of its own (`household.draw_goal`), then look around."""
+        room = self._room.pursuing(household.draw_goal(self._room.game, seed))
+        return self.look_around if room.won else room.advice(room.searched)
 
     def _show(self, observation: str) -> View:
         room = self._room

@@ -24,7 +24,7 @@ from typing import Literal
 from config import LANGUAGE_MODEL, PRESETS, TINY, TINY_MODEL, Config
 from envs import Env, env_class, make_env
 from record import checks
-from record.checks import has_expert, native_bf16
+from record.checks import has_expert, has_other_goals, native_bf16
 from record.command_line import CommandLine, UsageError, refuse, text_of
 
 
@@ -115,7 +115,7 @@ class Args(Config):
     eval_games: int = 300
     """The first held-out games of each split, each played once. A smaller split is played whole. ALFWorld's
     splits are sorted by type of game, so a part of a split does not represent it."""
-    eval_every: int = 9
+    eval_every: int = 15
     """Updates of A between evaluations. An evaluation takes place at the end of a loop."""
     eval_temperature: float = 0.4
     """Sampling temperature of evaluations. 0 is greedy."""
@@ -125,16 +125,20 @@ class Args(Config):
     """Supervised updates on demonstrations. 0: none. Default: tiny 450 (alfworld 1500, webshop 1000; with
     --context full times 8/3), else 0"""
     warm_start_episodes: int | None = None
-    """Demonstrations: training games played by an expert that searches, hesitates and errs. Default: 2000,
-    alfworld 5000, webshop 8000"""
+    """Demonstrations: training games played by an expert that searches. Default: 2000, alfworld 5000, webshop
+    8000"""
     warm_start_games: int | None = None
     """Demonstrations, and the policy's games for the reward model, come from this many first games of the
     task stream. Default: all; alfworld 600, because each new game is translated first"""
+    faithful_share: float | None = None
+    """Share of the demonstrations that pursue the stated task. The others pursue another goal of the same
+    game (household only). Default: household 0.15, else 1"""
     expert_share: float | None = None
-    """Share of the demonstrated turns in which the expert's action is played. Default: 0.5, webshop 0.75"""
+    """Share of the demonstrated turns in which the expert's action is played. Default: household 0.95,
+    alfworld 0.5, webshop 0.75"""
     hesitation_share: float | None = None
     """Share of the turns in which the expert only looks around (webshop: acts hastily). In the other turns
-    it errs: any admissible action is played. Default: 0.45, webshop 0.22"""
+    it errs: any admissible action is played. Default: household 0, alfworld 0.45, webshop 0.22"""
     warm_start_turns: int | None = None
     """Demonstrated turns per supervised update. Default: 128, webshop 64"""
     warm_start_lr: float | None = None
@@ -157,9 +161,9 @@ class Args(Config):
     # the run
     out: str | None = None
     """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>"""
-    preset: Literal["paper-alfworld", "paper-webshop"] | None = None
-    """The paper's values, or verl-agent's where it gives none. Flags on the command line override
-    them. Default: none"""
+    preset: Literal["paper-alfworld", "paper-webshop", "cheap-swap"] | None = None
+    """paper-*: the paper's values, or verl-agent's where it gives none. cheap-swap: replay the episodes that
+    B is trained on. Flags on the command line override them. Default: none"""
     config: str | None = None
     """Take the flags of this config.json. Flags on the command line override them. Default: none"""
     resume: bool = False
@@ -354,6 +358,8 @@ def resolve(args: Args, env: Env | type[Env]) -> Args:
         defaults["warm_start"] = defaults["warm_start"] * 8 // 3
     if not has_expert(env):
         defaults["reward_model_source"] = "policy"
+    if not has_other_goals(env):
+        defaults["faithful_share"] = 1.0
     if "autocast" not in given:
         defaults["autocast"] = dtype == "bfloat16" and (args.plan or native_bf16(args.device))
     defaults["lora_alpha"] = float(rank or 64)

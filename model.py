@@ -35,10 +35,9 @@ from torch.utils.checkpoint import checkpoint
 from batch import Batch
 from chat import FORMAT, Chat
 from record.model_checks import base_of_adapter, check_folder, check_keys, check_tokenizer, explained
+from scale.shared_prompts import read_shared, split_prompts
 
-CHUNK_LOGITS = (
-    2**23
-)  # elements of a (chunk, V) block of logits: 32 MB in fp32; six such blocks are alive at once
+CHUNK_LOGITS = 2**23  # elements of a (chunk, V) block of logits, 32 MB in fp32; six blocks are alive at once
 
 
 def chunk_of(vocabulary: int) -> int:
@@ -196,7 +195,12 @@ class Base:
         """Return the states (N, D) that predict action tokens, and the tokens' rows (N,) and columns (N,)."""
         assert not batch.action_mask[:, 0].any(), "nothing comes before an action token in column 0"
         rows, columns = batch.action_mask.nonzero(as_tuple=True)
-        return self.read(model, batch)[rows, columns - 1], (rows, columns)
+        recomputed = self.gradient_checkpointing and torch.is_grad_enabled()  # then layers have no cache
+        shared = None if recomputed else split_prompts(model, batch)
+        if shared is None:
+            return self.read(model, batch)[rows, columns - 1], (rows, columns)
+        states = read_shared(functools.partial(self.hidden, model), shared, model.dtype)
+        return states[rows, columns - shared.lengths[rows]], (rows, columns)
 
     def score(self, model, batch: Batch, temperature: float, with_entropy=False) -> list[Tensor]:
         """Return [log-probs] or [log-probs, entropy] of the action tokens; each (B, T), 0 elsewhere."""

@@ -1,8 +1,8 @@
 """RSPO: Reward-Swap Policy Optimization (arXiv 2607.04713), Algorithm 1.
 
 `set_advantages` (GRPO, GiGPO) and `set_token_advantages` (PPO) turn rewards into advantages. `swap_rewards`
-is the reward swap. `update` is one update of an agent on J_total. `train` is Algorithm 1 with its ablations
-and baselines. The settings are in config.py.
+is the reward swap. `update` is one update of an agent on J_total. `train` is Algorithm 1 with its ablations,
+baselines and the cheap swap, which is not in the paper. The settings are in config.py.
 
 This file needs neither a language model nor an environment, only records and tensors. An agent is any object
 with `logprobs`, `step` and `fork`; a world is any object with `collect`. demo/toy.py has a small one of each.
@@ -104,29 +104,45 @@ def batches_of(agent, rows: list[Row], config: Config) -> Iterator[Batch]:
 
 
 @torch.no_grad()
-def score_rows(agent, rows: list[Row], config: Config) -> None:
-    """Set the rows' old_logprobs (pi_old), ref_logprobs (if beta > 0) and old_values (PPO).
+def score_rows(agent, rows: list[Row], columns: list[str], config: Config) -> None:
+    """Set these columns of the rows from the agent's present weights.
 
-    Each rank scores its share of the rows and gathers the others.
+    columns: "old_logprobs" (pi_old), "ref_logprobs" (of the start), "old_values" (PPO's critic). Each rank
+    scores its share of the rows and gathers the others.
     """
     local = local_rows(rows)
-    for batch in batches_of(agent, [rows[i] for i in local], config):
-        batch.store("old_logprobs", agent.logprobs(batch)[0])
-        if config.kl_coef:
+    for batch in batches_of(agent, [rows[i] for i in local] if columns else [], config):
+        if "old_logprobs" in columns:
+            batch.store("old_logprobs", agent.logprobs(batch)[0])
+        if "ref_logprobs" in columns:
             batch.store("ref_logprobs", agent.reference_logprobs(batch))
-        if config.algo == "ppo":
+        if "old_values" in columns:
             batch.store("old_values", agent.critic.values(batch))
-    gather_columns(rows, local, ["old_logprobs", "ref_logprobs", "old_values"])
+    gather_columns(rows, local, columns)
+
+
+def score_minibatches(agent, minibatches: list[tuple[list[Row], list[Row]]], config: Config) -> None:
+    """Set what the losses read of the minibatches (fresh rows, replayed rows) of one epoch.
+
+    The rows of the first minibatch get pi_old in `policy_loss`, since no weight has moved before it. With
+    `max_centre`, replayed rows need pi_old here, since it decides which tokens are counted.
+    """
+    columns = ["ref_logprobs"] if config.kl_coef else []
+    columns += ["old_values"] if config.algo == "ppo" else []
+    (fresh, replayed), *later = minibatches
+    score_rows(agent, fresh + replayed, columns, config)
+    if config.max_centre is not None:
+        score_rows(agent, replayed, ["old_logprobs"], config)
+    later_rows = [row for minibatch in later for rows in minibatch for row in rows]
+    score_rows(agent, later_rows, ["old_logprobs", *columns], config)
 
 
 @torch.no_grad()
-def swap_rewards(agent, groups: list[Group], config: Config) -> None:
-    """Swap the reward: prepare episodes that B collected for replay, where they count by their outcome.
+def set_behavior_logprobs(agent, groups: list[Group], config: Config) -> None:
+    """Set log pi_b of every action token, the denominator of its importance ratio when it is replayed.
 
-    B was trained on dense rewards, but these episodes get no dense scores. Two values are set on every step:
-    A_off, computed from outcomes inside each whole group, and log pi_B of its action tokens, the denominator
-    of their importance ratios. log pi_B comes from the trainer's forward pass, not from the sampler. With
-    PPO, A_off is computed only when an episode is drawn, with the critic that A has then.
+    agent: the agent that played the groups, with the weights that it had then. So this comes before its next
+    update. log pi_b comes from the trainer's forward pass, not from the sampler.
     """
     rows = [
         row for group in groups for episode in group.usable_episodes("outcome") for row in rows_of(episode)
@@ -138,16 +154,30 @@ def swap_rewards(agent, groups: list[Group], config: Config) -> None:
     for row in rows:
         for index, start, end in row.spans:
             row.trajectory.steps[index].behavior_logprobs = row.behavior_logprobs[start:end].tolist()
+
+
+def swap_rewards(groups: list[Group], config: Config) -> None:
+    """Swap the reward: from now on the episodes count by their outcome, in the buffer and in A's updates.
+
+    Sets A_off on every step, computed from outcomes inside each whole group. It replaces the advantages of
+    an update on dense rewards, so it comes after that update. With PPO, A_off is computed only when an
+    episode is drawn, with the critic that A has then.
+    """
     if config.algo != "ppo":
         set_advantages(groups, "outcome", config)
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
-    """-min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus, per token (B, T), 0 where masked."""
+    """-min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus, per token (B, T), 0 where masked.
+
+    Rows without pi_old are in the first optimizer step. The agent still is pi_old: its log-probs are kept.
+    """
     logprobs, entropy = agent.logprobs(batch, with_entropy=True)
+    if batch.rows[0].old_logprobs is None:
+        batch.store("old_logprobs", logprobs)
     mask, count = batch.action_mask, batch.action_mask.sum()
-    old, behavior = batch.column("old_logprobs"), batch.column("behavior_logprobs")
-    advantages = batch.column("advantages")
+    old, advantages = batch.column("old_logprobs"), batch.column("advantages")
+    behavior = old if source == "on" else batch.column("behavior_logprobs")  # fresh: pi_b = pi_old, so c = 1
     loss, clipped = losses.clipped_surrogate(logprobs, old, behavior, advantages, mask, config.clip_eps)
     totals.add(f"policy_loss_{source}", loss.detach().sum(), count)
     totals.add(f"clip_fraction_{source}", clipped.sum(), count)
@@ -199,11 +229,9 @@ def sampler_gap(rows: list[Row]) -> dict[str, float]:
     """Compare the sampler's log-probs of fresh action tokens with the trainer's, which the loss reads.
 
     Returns the mean and the largest absolute difference. A difference beyond rounding is a fault, such as
-    stale weights in an engine, another temperature or other tokens. Raises ValueError if a reply has not one
-    sampler log-prob per token.
+    stale weights in an engine, another temperature or other tokens.
     """
-    sampled = torch.cat([row.column_of("sampler_logprobs")[row.action_mask] for row in rows])
-    gap = (take(rows, "old_logprobs") - sampled).abs().double()
+    gap = (take(rows, "old_logprobs") - take(rows, "sampler_logprobs")).abs().double()
     return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
 
 
@@ -252,41 +280,47 @@ def update(
     if config.algo != "ppo":
         set_advantages(on, reward, config)
     on_episodes = [rows_of(episode) for group in on for episode in group.usable_episodes(reward)]
-    off_episodes = [rows_of(episode) for episode in off]  # `swap_rewards` has set log pi_B and A_off
+    off_episodes = [rows_of(episode) for episode in off]  # they have log pi_b and A_off
     on_rows = [row for rows in on_episodes for row in rows]
     off_rows = [row for rows in off_episodes for row in rows]
     if not on_rows:
         raise NothingToTrainOn(on)
 
-    score_rows(agent, on_rows + off_rows, config)
     for row in on_rows:
-        row.behavior_logprobs = row.old_logprobs  # pi_b = pi_old: the clip's centre c is 1
-    if config.max_centre is not None:
-        for row in off_rows:
-            columns = (row.old_logprobs, row.behavior_logprobs, row.action_mask)
-            row.loss_mask = losses.within_centre(*columns, config.max_centre)
-    described = {**sampler_gap(on_rows), **centre_metrics(off_rows)}  # raises before a weight moves
-    if config.algo == "ppo":
-        set_token_advantages(on_episodes, off_episodes, reward, config)
+        row.sampler_logprobs = row.column_of("sampler_logprobs")  # raises before a weight moves
 
     alpha = config.off_policy_fraction if off_rows else 0.0
     turns = sum(len(row.spans) for row in on_rows + off_rows)
     parts = max(1, round(turns / config.minibatch_turns))
     parts = min(parts, len(on_rows), len(off_rows) or parts)  # each minibatch has rows of both sources
-    totals = Totals()
+    minibatches = []  # (fresh rows, replayed rows) of each optimizer step
     for _ in range(config.epochs):
-        on_parts, off_parts = split_rows(on_rows, parts, rng), split_rows(off_rows, parts, rng)
-        for part in range(parts):
-            drawn = [("on", row) for row in on_parts[part]] + [("off", row) for row in off_parts[part]]
-            local = [drawn[i] for i in local_rows([row for _, row in drawn])]
-            for source, weight in [("on", 1 - alpha), ("off", alpha)]:
-                count = sum(row.loss_tokens for kind, row in drawn if kind == source)  # over all ranks
-                rows = [row for kind, row in local if kind == source and row.loss_tokens]
-                add_gradient(agent, rows, source, weight, count, config, totals)
-            optimizer_step(agent, config, totals)
+        minibatches += zip(split_rows(on_rows, parts, rng), split_rows(off_rows, parts, rng), strict=True)
+
+    score_minibatches(agent, minibatches[:parts], config)
+    if config.max_centre is not None:
+        for row in off_rows:
+            centre = (row.old_logprobs, row.behavior_logprobs, row.action_mask)
+            row.loss_mask = losses.within_centre(*centre, config.max_centre)
+    if config.algo == "ppo":
+        set_token_advantages(on_episodes, off_episodes, reward, config)
+
+    totals = Totals()
+    for step, (on_part, off_part) in enumerate(minibatches):
+        drawn = [("on", row) for row in on_part] + [("off", row) for row in off_part]
+        rows = [row for _, row in drawn]
+        places = local_rows(rows)
+        for source, weight in [("on", 1 - alpha), ("off", alpha)]:
+            count = sum(row.loss_tokens for kind, row in drawn if kind == source)  # over all ranks
+            local = [row for kind, row in (drawn[i] for i in places) if kind == source and row.loss_tokens]
+            add_gradient(agent, local, source, weight, count, config, totals)
+        optimizer_step(agent, config, totals)
+        if step == 0:
+            gather_columns(rows, places, ["old_logprobs"])
     return {
         **totals.means(),
-        **described,
+        **sampler_gap(on_rows),
+        **centre_metrics(off_rows),
         "replayed_episodes": len(off),
         "alpha": alpha,
         "optimizer_steps": parts * config.epochs,
@@ -310,7 +344,7 @@ def train(
     world          world.collect(agent, tasks) plays tasks and returns groups of episodes
     dense_reward   dense_reward.score(groups, noise, rng) sets the dense score of every step
     log            called with ("explorer", "buffer" or "policy", groups, metrics, A's updates so far)
-                   after every update and after B has filled the buffer
+                   after every update and after B has played tasks for the buffer
     end_loop       called with (A's updates so far, replay buffer) after every loop
     start, replay  A's updates so far and the replay buffer of a run that is resumed
     """
@@ -329,31 +363,44 @@ def train(
         rng = random.Random(f"{config.seed} minibatches {agent.name} {number}")
         return update(agent, groups, replayed, reward, config, rng)
 
+    def fill_buffer(groups: list[Group], updates: int) -> None:
+        """Add episodes that A had `updates` updates before; they have log pi_b already."""
+        swap_rewards(groups, config)
+        replay.add(groups, updates)
+        if config.kept_groups:
+            replay.keep_newest(config.kept_groups)
+
+    sources = config.buffer_sources
     for done in range(start, config.total_updates, config.k):
         if config.explores:
             # Phase 1: B, a copy of A, learns from dense rewards, so that it explores where A would not
             explorer = policy.fork("explorer")
             for number in range(done, done + config.k):
                 groups = collect(explorer, config.explorer_reward, number)
+                if "phase1" in sources:
+                    set_behavior_logprobs(explorer, groups, config)
                 metrics = learn(explorer, groups, [], config.explorer_reward, number)
                 log("explorer", groups, metrics, done)
-            groups = world.collect(explorer, config.buffer_groups)
-            swap_rewards(explorer, groups, config)
-            replay.add(groups)
-            log("buffer", groups, {"buffer_episodes": len(replay)}, done)
+                if "phase1" in sources:  # the cheap swap: B's training batches are replayed too
+                    fill_buffer(groups, done)
+            if "collect" in sources:
+                groups = world.collect(explorer, config.buffer_groups)
+                set_behavior_logprobs(explorer, groups, config)
+                fill_buffer(groups, done)
+                log("buffer", groups, {"buffer_episodes": len(replay)}, done)
             explorer.discard()
 
         # Phase 2: A learns from outcomes, on its own episodes and on B's best
         for number in range(done, done + config.k):
             groups = collect(policy, config.policy_reward, number)
-            if config.method == "rspo_h":
-                swap_rewards(policy, groups, config)  # A has no dense scores; this sets A_off and log-probs
+            if "history" in sources:
+                set_behavior_logprobs(policy, groups, config)
             replayed = replay.sample(config.off_policy_episodes)
             metrics = learn(policy, groups, replayed, config.policy_reward, number)
+            metrics |= replay.draw_metrics(replayed, number)
             log("policy", groups, metrics, number + 1)
-            if config.method == "rspo_h":  # no B: the buffer keeps A's newest groups over loops
-                replay.add(groups)
-                replay.keep_newest(config.buffer_groups)
-        if config.explores:
+            if "history" in sources:  # RSPO_H: A replays its own earlier groups
+                fill_buffer(groups, number)
+        if not config.kept_groups:
             replay.clear()
         end_loop(done + config.k, replay)

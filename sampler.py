@@ -14,8 +14,7 @@ sampled). A row's last sampled token enters the cache with its next prompt:
 Left out:
 * Top-k, top-p and penalties, also those in a checkpoint's generation_config: the sampler's log-probs
   would differ from the trainer's. Tokens are drawn from softmax(logits / temperature).
-* Sharing the cache of the prompt with which all episodes of a group begin. vLLM shares prefixes
-  (scale/vllm_sampler.py).
+* Sharing the memory of equal prompts. They are read once, but each row has a copy of their keys and values.
 * Models with recurrent layers, and sequences longer than an attention window. Both are refused.
 
 Shapes: B rows (prompts), b rows that are still decoded, Q new tokens, K cached columns, H heads, D hidden
@@ -31,8 +30,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from scale.shared_prompts import additive_mask, attention_limit
+
 PREFILL_TOKENS = 2**14  # prompt tokens per forward pass; with more, activations would outweigh the cache
-HIDDEN = -1e9  # added to the attention score of a hidden column
 
 
 @dataclass
@@ -91,20 +91,10 @@ def check_decodable(model, prompts: list[list[int]], max_tokens: int, max_length
     It cannot decode recurrent layers. It cannot decode a sequence that exceeds the model's length or the
     attention window of a layer, because `additive_mask` has no windows.
     """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if kinds - {"full_attention", "sliding_attention", "chunked_attention"} or model._is_stateful:
-        raise ValueError(f"model type {config.model_type!r} has recurrent layers: KVSampler cannot decode it")
-    limits = [max_length]
-    if kinds != {"full_attention"}:
-        limits += [getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)]
-    limit = min(filter(None, limits))
-    check_lengths(prompts, max_tokens, limit, f"model type {config.model_type!r} attends to")
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the attention mask (B, 1, Q, K) for `visible` (B, Q, K) bool: the columns each token may see."""
-    return torch.where(visible, 0.0, HIDDEN).to(dtype)[:, None]
+    kind, limit = model.config.get_text_config().model_type, attention_limit(model)
+    if limit == 0:
+        raise ValueError(f"model type {kind!r} has recurrent layers: KVSampler cannot decode it")
+    check_lengths(prompts, max_tokens, min(limit, max_length), f"model type {kind!r} attends to")
 
 
 def draw(logits: Tensor, rngs: list[random.Random | None], temperature: float) -> tuple[Tensor, Tensor]:
@@ -138,8 +128,8 @@ class Cache:
     pass. Unwritten columns are 0, because a NaN spoils a sum even if it is hidden.
     """
 
-    def __init__(self, room: int = 0):
-        self.room = room  # spare columns to allocate whenever a buffer is made or grows
+    def __init__(self, size: int):
+        self.size = size  # columns to allocate whenever a buffer is made or too short
         self.columns = 0  # columns in use
         self.layers: list[list[Tensor]] = []  # [keys, values] of each layer
 
@@ -148,23 +138,24 @@ class Cache:
         end = self.columns + keys.shape[2]
         if layer == len(self.layers):
             self.layers.append([keys[:, :, :0], values[:, :, :0]])
-        self.grow(layer, end)
+        self.grow(layer)
         for buffer, new in zip(self.layers[layer], (keys, values), strict=True):
             buffer[:, :, self.columns : end] = new
         keys, values = self.layers[layer]
         return keys[:, :, :end], values[:, :, :end]
 
-    def grow(self, layer: int, end: int) -> None:
-        """Enlarge the layer's buffers to `end` + `room` columns if they have fewer than `end`."""
+    def grow(self, layer: int) -> None:
+        """Enlarge the layer's buffers to `size` columns if they have fewer."""
         for i, buffer in enumerate(self.layers[layer]):
-            if buffer.shape[2] < end:
-                more = end + self.room - buffer.shape[2]
-                self.layers[layer][i] = torch.nn.functional.pad(buffer, (0, 0, 0, more))
+            if buffer.shape[2] < self.size:
+                self.layers[layer][i] = torch.nn.functional.pad(
+                    buffer, (0, 0, 0, self.size - buffer.shape[2])
+                )
 
     def take(self, rows: Tensor, columns: Tensor | None = None) -> Cache:
-        """Copy these rows into a new cache. `columns` (rows, k): the columns to copy for each row, in order;
-        None: all."""
-        taken = Cache(self.room)
+        """Copy these rows into a new cache of this `size`. `columns` (rows, k): the columns to copy for each
+        row, in order; None: all."""
+        taken = Cache(self.size)
         taken.columns = self.columns if columns is None else columns.shape[1]
         for pair in self.layers:
             pair = [x[rows, :, : self.columns] for x in pair]
@@ -172,12 +163,13 @@ class Cache:
                 places = columns[:, None, :, None]
                 pair = [x.gather(2, places.expand(-1, x.shape[1], -1, x.shape[3])) for x in pair]
             taken.layers.append(pair)
+            taken.grow(len(taken.layers) - 1)
         return taken
 
     @classmethod
     def join(cls, parts: list[Cache]) -> Cache:
         """Stack the rows of all parts. Each layer of the parts is freed as soon as it is stacked."""
-        whole = cls(parts[0].room)
+        whole = cls(parts[0].size)
         whole.columns = parts[0].columns
         for pairs in zip(*(part.layers for part in parts), strict=True):
             whole.layers.append([torch.cat(buffers) for buffers in zip(*pairs, strict=True)])
@@ -188,7 +180,6 @@ class Cache:
     def put_back(self, rows: Tensor, taken: Cache) -> None:
         """Copy to these rows the columns that were added to `taken` after `take(rows)`."""
         for layer, pair in enumerate(taken.layers):
-            self.grow(layer, taken.columns)
             for buffer, source in zip(self.layers[layer], pair, strict=True):
                 buffer[rows, :, self.columns : taken.columns] = source[:, :, self.columns : taken.columns]
         self.columns = taken.columns
@@ -240,14 +231,13 @@ class Live:
         pairs = zip(self.rows.tolist(), self.active.tolist(), strict=True)
         return [rngs[row] if active else None for row, active in pairs]
 
-    def shrink(self, room: int) -> None:
-        """Remove the stopped rows. room: spare columns of the smaller cache."""
+    def shrink(self) -> None:
+        """Remove the stopped rows."""
         self.put_back()
         kept = self.active.nonzero()[:, 0]
         self.rows, self.positions = self.rows[kept], self.positions[kept]
         self.real, self.active = self.real[kept], self.active[kept]
         self.cache = self.whole.take(self.rows)
-        self.cache.room = room
 
     def feed(self, policy, tokens: Tensor) -> Tensor:
         """Run one token per row (b,) through the model. Returns the hidden states (b, D)."""
@@ -271,6 +261,7 @@ class KVSampler:
     * a row is reused if the prompt extends all tokens cached for its episode (full context). Only the new
       prompt tokens are prefilled.
     * a row is recomputed if the prompt does not extend them (window context).
+    * if no row is reused, equal prompts are read once, such as the first prompts of a group.
     * a row is removed if its episode is not in the call, because it has ended.
     * the cache is cleared if the policy is another object, or its `version` has changed with its weights.
     * no row is reused if the previous call raised an exception.
@@ -282,7 +273,7 @@ class KVSampler:
 
     def reset(self) -> None:
         self._owner = None  # (policy, version) whose weights computed the cache
-        self._cache = Cache()
+        self._cache = Cache(0)
         self._real = None  # (B, K) bool: the column holds a token of the row, so it is no hole
         self._episodes: list[int] = []  # the episode of each row
         self._tokens: list[list[int]] = []  # the cached tokens of each row
@@ -305,9 +296,25 @@ class KVSampler:
         """Feed the prompt tokens that are not cached. Returns the hidden state at each prompt's end."""
         reusable = self._reusable(prompts, episodes)
         self._episodes = []  # if this call fails, the next one finds no row to reuse
-        cached = self._arrange(reusable, max_tokens, policy.device)
-
+        cached = [0 if row is None else len(self._tokens[row]) for row in reusable]
         new = [prompt[n:] for prompt, n in zip(prompts, cached, strict=True)]
+        width = max(map(len, new))
+        if any(cached):
+            self._arrange(reusable, cached, width + max_tokens - 1)  # the last token is not fed
+            return self._read(policy, new, cached)
+        distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        repeated = len(distinct) < len(prompts)
+        self._cache = Cache(width if repeated else width + max_tokens - 1)
+        self._real = torch.zeros(len(distinct), 0, dtype=torch.bool, device=policy.device)
+        states = self._read(policy, [list(prompt) for prompt in distinct], [0] * len(distinct))
+        if repeated:
+            rows = torch.tensor([distinct[tuple(prompt)] for prompt in prompts], device=policy.device)
+            self._cache.size = width + max_tokens - 1
+            self._cache, self._real, states = self._cache.take(rows), self._real[rows], states[rows]
+        return states
+
+    def _read(self, policy, new: list[list[int]], cached: list[int]) -> Tensor:
+        """Feed these new tokens to the rows of the cache. Returns the hidden state at each row's end."""
         width, device = max(map(len, new)), policy.device
         ids = torch.tensor([part + [policy.chat.pad_id] * (width - len(part)) for part in new], device=device)
         lengths, cached = torch.tensor([[len(part) for part in new], cached], device=device)
@@ -334,23 +341,24 @@ class KVSampler:
             rows.append(row if extends else None)
         return rows
 
-    def _arrange(self, rows: list[int | None], room: int, device) -> list[int]:
-        """Give the cache one row per prompt of the call. Returns the number of cached tokens of each row.
+    def _arrange(self, rows: list[int | None], cached: list[int], new: int) -> None:
+        """Give the cache one row per prompt of the call, and the size that the call needs.
 
-        rows: the cached row of each prompt; None: an empty row. room: see `Cache`.
+        rows: the cached row of each prompt; None: an empty row. cached: the cached tokens of each row. new:
+        columns that the call adds.
         """
-        cached = [0 if row is None else len(self._tokens[row]) for row in rows]
         longest = max(cached)
-        if longest == 0:
-            self._cache, self._real = Cache(room), torch.zeros(len(rows), 0, dtype=torch.bool, device=device)
-        elif rows != list(range(len(self._tokens))) or self._cache.columns > 2 * longest:
+        if rows != list(range(len(self._tokens))) or self._cache.columns > 2 * longest:
             # Rows were removed or added, or most columns are holes: move each row's tokens to the left
+            device = self._real.device
             chosen = torch.tensor([row or 0 for row in rows], device=device)
             order = self._real[chosen].int().argsort(dim=1, descending=True, stable=True)[:, :longest]
+            self._cache.size = longest + new
             self._cache = self._cache.take(chosen, order)
             counts = torch.tensor(cached, device=device)
             self._real = torch.arange(longest, device=device) < counts[:, None]
-        return cached
+        else:
+            self._cache.size = self._cache.columns + new
 
     def _decode(self, policy, hidden: Tensor, prompts, rngs, temperature, max_tokens) -> list[Sample]:
         """Sample until every row has stopped. hidden (B, D): the states at the prompts' ends."""
@@ -377,7 +385,7 @@ class KVSampler:
             if active == 0 or step + 1 == max_tokens:
                 break
             if active <= len(live.rows) // 2:
-                live.shrink(room=max_tokens - step - 2)  # for the tokens after this one
+                live.shrink()
             hidden = live.feed(policy, tokens[live.rows, step])
         live.put_back()
         rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)

@@ -374,7 +374,7 @@ def calls_to_measure(costs: Costs, epochs: int, gaps: list[float]) -> Iterator[t
     def score_steps(_, model, groups, **__) -> Work:
         return costs.step_scores(lengths_of(members_of(groups))[0])
 
-    def swap(_, agent, groups, *__) -> Work:
+    def store(_, agent, groups, *__) -> Work:
         episodes = [episode for group in groups for episode in group.usable_episodes("outcome")]
         for episode in episodes:
             for step in episode.steps:
@@ -388,7 +388,7 @@ def calls_to_measure(costs: Costs, epochs: int, gaps: list[float]) -> Iterator[t
     yield StepRewardModel, "fit", "reward model fit", fit
     yield KVSampler, "sample", "rollout", sample
     yield StepRewardModel, "score", "step rewards", score_steps
-    yield rspo, "swap_rewards", "log-probs", swap
+    yield rspo, "set_behavior_logprobs", "log-probs", store
     yield rspo, "update", "update", update
 
 

@@ -63,7 +63,9 @@ class LossPass:
 
     def __init__(self, batch: Batch, logprobs: torch.Tensor):
         self.batch, self.logprobs = batch, logprobs
-        old, behavior = batch.column("old_logprobs"), batch.column("behavior_logprobs")
+        old = batch.column("old_logprobs")
+        fresh = batch.rows[0].behavior_logprobs is None  # then pi_b = pi_old
+        behavior = old if fresh else batch.column("behavior_logprobs")
         advantages, mask, eps = batch.column("advantages"), batch.action_mask, CONFIG.clip_eps
         self.loss, self.clipped = losses.clipped_surrogate(logprobs, old, behavior, advantages, mask, eps)
         self.tokens = int(mask.sum())
@@ -92,20 +94,21 @@ class WatchedPolicy(toy.ToyPolicy):
 
     def __init__(self, name: str = "policy", learning_rate: float = LEARNING_RATE, lead: float = LEAD):
         super().__init__(name, learning_rate, lead)
-        self.passes: list[LossPass] = []
+        self.scored: list[tuple[Batch, torch.Tensor]] = []  # the batches of this step, with log pi
         self.steps: list[OptimizerStep] = []
 
     def logprobs(self, batch, with_entropy=False):
         logprobs, entropy = super().logprobs(batch, with_entropy)
         if with_entropy:  # only the loss needs the entropy
-            self.passes.append(LossPass(batch, logprobs.detach()))
+            self.scored.append((batch, logprobs.detach()))
         return logprobs, entropy
 
     def step(self, max_grad_norm):
         gradient, before = self.logits.grad[toy.AGENT, toy.RIGHT].item(), p_right(self)
         norm = super().step(max_grad_norm)
-        self.steps.append(OptimizerStep(self.passes, gradient, before, p_right(self)))
-        self.passes = []
+        passes = [LossPass(batch, logprobs) for batch, logprobs in self.scored]
+        self.steps.append(OptimizerStep(passes, gradient, before, p_right(self)))
+        self.scored = []
         return norm
 
 

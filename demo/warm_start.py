@@ -33,18 +33,36 @@ def _is_typable(style: str, action: str) -> bool:
 class NoisyPlayer:
     """A player that follows the searching expert in some turns, and hesitates or errs in the others.
 
+    Each episode is faithful with probability `faithful_share`: the expert then pursues the stated task. In
+    the others it pursues another goal of the same game, and looks around once that is reached. A model that
+    imitates it learns every skill, but not that the task matters.
+
     Each turn draws u in [0, 1):
         u < expert_share                       the searching expert's action, which uses no hidden fact
         u < expert_share + hesitation_share    the action that looks around, if it is admissible
         otherwise                              a random action that is admissible and can be typed
     """
 
-    def __init__(self, world: World, expert_share: float, hesitation_share: float):
+    def __init__(
+        self, world: World, expert_share: float, hesitation_share: float, faithful_share: float = 1.0
+    ):
         self.world, self.dialogue = world, world.dialogue
         self.expert_share, self.hesitation_share = expert_share, hesitation_share
+        self.faithful_share = faithful_share
+        self.goals: dict[int, str] = {}  # by episode: the seed of its goal, "" for the stated task
+
+    def goal(self, episode: Episode) -> str:
+        """Return the seed of the episode's goal, drawn at its first turn; "" for the stated task."""
+        if self.faithful_share == 1:
+            return ""
+        if episode.number not in self.goals:
+            is_faithful = episode.rng.random() < self.faithful_share
+            self.goals[episode.number] = "" if is_faithful else f"goal {episode.rng.random()}"
+        return self.goals[episode.number]
 
     def answer(self, episodes: list[Episode]) -> list[Sample | None]:
         """Reply in every episode. None: the environment crashed when its expert was queried."""
+        goals = {episode.slot: goal for episode in episodes if (goal := self.goal(episode))}
         draws = [episode.rng.random() for episode in episodes]
         typable = []
         for episode in episodes:
@@ -53,7 +71,7 @@ class NoisyPlayer:
         for i, episode in enumerate(episodes):
             if draws[i] < self.expert_share + self.hesitation_share or not typable[i]:
                 asking.append(episode.slot)
-        advice = self.world.pool.expert(asking)
+        advice = self.world.pool.expert(asking, goals)
         replies = []
         for i, episode in enumerate(episodes):
             advised = advice.get(episode.slot, ("", ""))
@@ -80,18 +98,26 @@ class NoisyPlayer:
 
 
 def demonstrations(
-    world: World, episodes: int, expert_share: float, hesitation_share: float, games: int | None = None
+    world: World,
+    episodes: int,
+    expert_share: float,
+    hesitation_share: float,
+    faithful_share: float = 1.0,
+    games: int | None = None,
 ) -> list[Trajectory]:
-    """Play training games with a `NoisyPlayer`. Raises ValueError if the environment has no expert.
+    """Play training games with a `NoisyPlayer`. Raises ValueError if the environment has no such expert.
 
     Games are drawn independently of the task stream. `games` limits them to the first games of that stream,
     for environments where a new game is expensive. Demonstration i does not depend on the number of episodes.
     """
     if not hasattr(world.pool.env, "searching_expert"):
         raise ValueError(f"{world.name} has no searching expert to play demonstrations")
+    if faithful_share < 1 and not hasattr(world.pool.env, "wandering_expert"):
+        raise ValueError(f"{world.name} has no expert that plays for another goal than the task")
     drawn = world.draw_games("demonstration", episodes, games)
     specs = [("train", game, f"demonstration {i}") for i, game in enumerate(drawn)]
-    return world.play(NoisyPlayer(world, expert_share, hesitation_share).answer, specs)
+    player = NoisyPlayer(world, expert_share, hesitation_share, faithful_share)
+    return world.play(player.answer, specs)
 
 
 def warm_start(

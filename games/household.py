@@ -13,6 +13,7 @@ Left out, to stay small:
 
 from __future__ import annotations
 
+import copy
 import random
 import zlib
 from typing import NamedTuple
@@ -137,6 +138,33 @@ def make_game(split: str, index: int) -> tuple[Game, list[str]]:
     return game, _shuffled(rng, [r for r, _ in game.contents])
 
 
+def draw_goal(game: Game, seed: str) -> Game:
+    """Draw a goal that the room of this game allows, other than its task: the same contents, another task.
+
+    The goal is Pick, Clean, Heat, Cool or Look, with an object that lies in the room. Its appliance or lamp
+    is in the room. As in a game, the object does not start in the target.
+    """
+    rng = random.Random(seed)
+    places = {name: receptacle for receptacle, names in game.contents for name in names}
+    receptacles = [receptacle for receptacle, _ in game.contents]
+    goal = game
+    while goal == game:
+        thing = _choice(rng, sorted({name.split()[0] for name in places if name != LAMP}))
+        appliances = {"Pick": ""}
+        if thing in KITCHENWARE:
+            for receptacle, verb in APPLIANCES.items():
+                if receptacle in receptacles:
+                    appliances[verb.capitalize()] = receptacle
+        task_type = _choice(rng, [*appliances, *(["Look"] if LAMP in places else [])])
+        target = ""
+        if task_type != "Look":
+            starts = {place for name, place in places.items() if name.split()[0] == thing}
+            excluded = starts | {appliances[task_type]}
+            target = _choice(rng, [receptacle for receptacle in receptacles if receptacle not in excluded])
+        goal = game._replace(task_type=task_type, thing=thing, target=target)
+    return goal
+
+
 def _listing(names) -> str:
     """List names as ALFWorld does: "a mug 1, a egg 1, and a watch 1", with "a" before every name."""
     names = [f"a {name}" for name in names]
@@ -172,7 +200,7 @@ class Room:
             lit = self.lamp_is_on and LAMP in self.contents.get(self.here, ())
             return lit and self.held == f"{self.game.thing} 1"
         done = [name for name in self.contents[self.game.target] if self._sought(name) and self._ready(name)]
-        return len(done) == (2 if self.game.task_type == "Pick2" else 1)
+        return len(done) >= (2 if self.game.task_type == "Pick2" else 1)
 
     def _sought(self, name: str) -> bool:
         return name.startswith(f"{self.game.thing} ")
@@ -319,6 +347,12 @@ class Room:
             appliance = next(r for r, v in APPLIANCES.items() if v == verb)
             return self._at(appliance, f"{verb} {held} with {appliance}", opened=False)
         return self._at(game.target, f"move {held} to {game.target}")
+
+    def pursuing(self, goal: Game) -> Room:
+        """Return this room as if `goal` were its task, to read `won` and `advice` in the current state."""
+        room = copy.copy(self)
+        room.game = goal
+        return room
 
     def _search(self, known) -> str:
         order = [r for r in self.search_order if r not in known and r != self.game.target]

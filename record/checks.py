@@ -23,6 +23,11 @@ def has_expert(env: Env | type[Env]) -> bool:
     return callable(getattr(env, "searching_expert", None))
 
 
+def has_other_goals(env: Env | type[Env]) -> bool:
+    """Return True if the environment can demonstrate other goals than the task."""
+    return callable(getattr(env, "wandering_expert", None))
+
+
 def check(args, env: Env) -> None:
     """Raise UsageError for impossible combinations and missing packages. Loads no model."""
     if args.model == "tiny":
@@ -32,6 +37,8 @@ def check(args, env: Env) -> None:
             refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
         if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
             refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
+    if args.faithful_share < 1 and plays_expert(args) and not has_other_goals(env):
+        refuse(args, "faithful_share", f"the expert of --env {args.env} has no other goals; give 1")
     known = ", ".join(env.eval_splits)
     if len(set(args.eval_splits)) < len(args.eval_splits):
         refuse(args, "eval_splits", f"name each split once; --env {args.env} has {known}")
@@ -319,12 +326,19 @@ def plays_expert(args) -> bool:
     return bool(args.warm_start) or (fits_reward_model(args) and args.reward_model_source == "expert")
 
 
+def reads_buffer_tasks(args) -> bool:
+    """Return True if the size of the replay buffer depends on --buffer_tasks."""
+    sources = args.buffer_sources
+    return "collect" in sources or (sources == ("history",) and args.buffer_keep is None)
+
+
 TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
-    replay_strategy replay_unit clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
+    buffer_source buffer_keep replay_strategy replay_unit
+    clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
     reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
-    warm_start_games expert_share hesitation_share warm_start_turns warm_start_lr reward_model
+    warm_start_games faithful_share expert_share hesitation_share warm_start_turns warm_start_lr reward_model
     reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs reward_model_lr
     keep_checkpoints tensorboard wandb_project"""
 
@@ -335,9 +349,14 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "without --eval_only",
     ),
     (
-        "off_policy_fraction buffer_tasks replay_strategy replay_unit max_centre",
+        "off_policy_fraction buffer_source buffer_tasks buffer_keep replay_strategy replay_unit max_centre",
         lambda args: args.replays,
         "with --method rspo, rspo_h or rspo_o",
+    ),
+    (
+        "buffer_tasks",
+        reads_buffer_tasks,
+        "with --buffer_source collect, or history without --buffer_keep",
     ),
     (
         "reward_noise reward_model",
@@ -368,7 +387,7 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "with --warm_start above 0",
     ),
     (
-        "expert_share hesitation_share",
+        "faithful_share expert_share hesitation_share",
         plays_expert,
         "with --warm_start above 0 or a reward model fitted on the expert",
     ),
@@ -404,7 +423,7 @@ def doubts(args, given: dict) -> list[str]:
         found.append(f"this run never reads {flags}; leave out what is not meant")
     if args.eval_only:
         return found
-    if args.replays and args.buffer_tasks < args.replayed_tasks:
+    if reads_buffer_tasks(args) and args.buffer_tasks < args.replayed_tasks:
         held = args.buffer_tasks * args.group_size
         found.append(
             f"--buffer_tasks {args.buffer_tasks}: the buffer holds {held} episodes and an update wants "

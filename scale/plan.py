@@ -488,7 +488,7 @@ def loop_size(args) -> dict[str, int]:
     """Return upper bounds for one loop of Algorithm 1: k updates of B, its buffer, k updates of A."""
     update_episodes = args.on_policy_tasks * args.episodes_per_task
     updates = args.k * (2 if args.explores else 1)
-    buffer = args.buffer_groups * args.episodes_per_task if args.explores else 0
+    buffer = args.buffer_groups * args.episodes_per_task if "collect" in args.buffer_sources else 0
     played = updates * update_episodes + buffer
     replayed = args.k * args.off_policy_episodes
     turns = played * args.max_turns

@@ -74,7 +74,8 @@ class Slots:
                 return env.reset(*arguments)
             if kind == "step":
                 return env.step(*arguments)
-            return env.searching_expert(), env.look_around
+            action = env.wandering_expert(*arguments) if arguments else env.searching_expert()
+            return action, env.look_around
         except EnvironmentCrashed as crash:
             del self.envs[slot]
             split, index = self.games[slot]
@@ -223,9 +224,15 @@ class Pool:
         self._playing = set(actions)
         return self._ask([("step", slot, action) for slot, action in actions.items()])
 
-    def expert(self, slots: Iterable[int]) -> dict[int, tuple[str, str] | None]:
-        """Return (the searching expert's action, the action that looks around) in each slot's state."""
-        return self._ask([("expert", slot) for slot in slots])
+    def expert(
+        self, slots: Iterable[int], goals: dict[int, str] | None = None
+    ) -> dict[int, tuple[str, str] | None]:
+        """Return (the searching expert's action, the action that looks around) in each slot's state.
+
+        goals: by slot, the seed of another goal, which the expert pursues in place of the task.
+        """
+        goals = goals or {}
+        return self._ask([("expert", slot, *([goals[slot]] if slot in goals else [])) for slot in slots])
 
     def close(self) -> None:
         """End the workers, within `GRACE_SECONDS`. A closed pool raises RuntimeError when it is used."""

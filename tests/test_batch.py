@@ -125,6 +125,19 @@ def test_micro_batches_hold_every_row_once_within_the_token_budget():
     assert list(micro_batches([], 24, pad_id=99)) == []
 
 
+def test_short_rows_with_one_prompt_are_in_one_micro_batch():
+    def row(name, prompt, reply):
+        return Row(episode(), [name] * prompt + [9] * reply, [(0, prompt, prompt + reply)])
+
+    rows = [row(1, 6, 2), row(2, 6, 3), row(1, 6, 4), row(2, 6, 1), row(3, 2, 7), row(3, 2, 1)]
+    batches = list(micro_batches(rows, 20, 0, DEVICE))
+    names = [[(row.input_ids[0], len(row.input_ids)) for row in batch.rows] for batch in batches]
+    # 10 and 8 tokens after prompt 1; 9 and 7 after prompt 2; the rows of prompt 3 are mostly reply
+    assert names == [[(1, 10), (1, 8)], [(2, 9), (2, 7)], [(3, 9), (3, 3)]]
+    widths = [batch.input_ids.shape for batch in micro_batches(rows, 27, 0, DEVICE)]
+    assert [list(width) for width in widths] == [[2, 10], [3, 9], [1, 3]]  # 1, 1 | 2, 2, 3 | 3
+
+
 def test_minibatches_have_about_equally_many_turns():
     rows = [row for n in (1, 2, 3, 2) for row in rows_of(episode(steps=[step()] * n))]
     runs = split_rows(rows, 4, random.Random(0))

@@ -195,6 +195,71 @@ def test_random_ignores_outcomes_and_earlier_draws():
     assert 70 < successes < 130 and 70 < repeats < 130  # 100 +- 3.5 std
 
 
+def test_positive_draws_only_episodes_above_the_mean_of_their_group_the_best_first():
+    buffer = ReplayBuffer("positive")
+    won = [episode(1.0, 0.0, "won") for _ in range(3)]  # a group without spread: A is 0
+    hard = [episode(1.0, 2.47, "hard"), *(episode(0.0, -0.35, "hard") for _ in range(7))]
+    even = [episode(1.0, 0.93, "even"), episode(0.0, -0.93, "even"), episode(1.0, None, "even")]
+    buffer.add([Group("won", won), Group("even", even), Group("hard", hard)])
+    assert tasks(buffer.sample(1)) == ["hard"]
+    assert tasks(buffer.sample(9)) == ["even", "hard"]  # "even" was never drawn, "hard" once
+    assert tasks(buffer.sample(9)) == ["even", "hard"]  # once and twice
+    assert len(buffer) == 14
+
+
+def test_positive_draws_no_failure_that_only_the_penalty_of_others_makes_positive():
+    # R = 0 seven times and -0.1: mean -.0125, std .03536, so A = .35 seven times and -2.47
+    buffer = ReplayBuffer("positive")
+    buffer.add(
+        [Group("lost", [*(episode(0.0, 0.35, "lost") for _ in range(7)), episode(0.0, -2.47, "lost")])]
+    )
+    assert buffer.sample(8) == []
+    half = [episode(0.5, 0.7, "half"), episode(0.1, 0.2, "low"), episode(0.3, -0.1, "penalised")]
+    buffer.add([Group("task", half)])  # mean outcome .3
+    assert tasks(buffer.sample(8)) == ["half"]
+
+
+def test_positive_takes_the_least_drawn_first():
+    buffer = ReplayBuffer("positive")
+    members = [episode(1.0, advantage, str(advantage)) for advantage in (3.0, 1.0, 2.0)]
+    buffer.add([Group("", [*members, episode(0.0, -6.0)])])
+    # draws so far of 3, 2, 1:  0 0 0 -> 3, 2   1 1 0 -> 1, 3   2 1 1 -> 2, 1   2 2 2 -> 3, 2
+    drawn = [tasks(buffer.sample(2)) for _ in range(4)]
+    assert drawn == [["3.0", "2.0"], ["1.0", "3.0"], ["2.0", "1.0"], ["3.0", "2.0"]]
+
+
+def test_positive_ranks_by_the_mean_over_turns_so_a_long_episode_has_no_advantage():
+    long = episode(1.0, task="long", steps=[step(advantage=0.1)] * 10)  # sum 1, mean 0.1
+    short = episode(1.0, task="short", steps=[step(advantage=0.4), step(advantage=0.0)])  # sum 0.4, mean 0.2
+    buffer = ReplayBuffer("positive")
+    buffer.add([Group("task", [long, short, episode(0.0, -0.3)])])
+    assert tasks(buffer.sample(2)) == ["short", "long"]
+
+
+def test_turns_of_equal_advantage_tie_whatever_their_number():
+    """The sum of 0.1 over 3 turns, divided by 3, is not 0.1 in floats. A tie is broken by chance."""
+    orders = set()
+    for seed in range(20):
+        buffer = ReplayBuffer("positive", seed=seed)
+        members = [episode(task=str(n), steps=[step(advantage=0.1)] * n) for n in (1, 3, 7)]
+        buffer.add([Group("task", [*members, episode(0.0, -0.3)])])
+        orders.add(tuple(tasks(buffer.sample(3))))
+    assert len(orders) > 3
+
+
+def test_a_draw_reports_the_age_of_its_episodes_in_updates_of_a():
+    buffer = ReplayBuffer()
+    buffer.add([group(1, 0, task="old")], update=3)
+    buffer.add([group(1, task="new")], update=6)
+    # at update 7: 4, 4 and 1, mean 3
+    assert buffer.draw_metrics(buffer.sample(3), 7) == {
+        "buffer_episodes": 3,
+        "replay_age_mean": 3.0,
+        "replay_age_max": 4,
+    }
+    assert buffer.draw_metrics([], 7) == {}
+
+
 # Units and age
 
 
@@ -313,10 +378,22 @@ def test_a_restored_buffer_draws_as_if_nothing_had_happened(strategy, unit):
         assert again.sample(9) == buffer.sample(9)
 
 
+def test_a_restored_buffer_knows_draws_advantages_and_ages():
+    buffer = ReplayBuffer("positive", seed=3)
+    members = [episode(1.0, advantage, str(advantage)) for advantage in (3.0, 1.0, 2.0)]
+    buffer.add([Group("", [*members, episode(0.0, -6.0)])], update=5)
+    buffer.sample(1)
+    again = ReplayBuffer("positive", seed=99)
+    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    drawn = again.sample(9)
+    assert tasks(drawn) == ["2.0", "1.0", "3.0"]  # 3.0 was drawn before
+    assert again.draw_metrics(drawn, 7)["replay_age_max"] == 2
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda: ReplayBuffer("best"), "'best'.*'reward', 'variance' or 'random'"),
+        (lambda: ReplayBuffer("best"), "'best'.*'reward', 'variance', 'random' or 'positive'"),
         (lambda: ReplayBuffer(unit="step"), "'step'.*'episode' or 'group'"),
         (lambda: ReplayBuffer().sample(-1), "-1 episodes .* 0 or more"),
         (lambda: ReplayBuffer().keep_newest(-2), "-2 groups .* 0 or more"),

@@ -12,7 +12,7 @@ import pytest
 
 import flags
 from config import RANGES, Config
-from envs import env_class, make_env
+from envs import Household, env_class, make_env
 from flags import Args, UsageError
 from games import alfworld_engine
 from record import checks
@@ -77,7 +77,8 @@ def saved_run(folder, **values):
         ("--max_new_tokens 1", "--max_new_tokens 1", "at least 2"),
         ("--tiny_width 100000000", "--tiny_width 100000000", "between 1 and 8192"),
         ("--expert_share 1.5", "--expert_share 1.5", "between 0 and 1"),
-        ("--expert_share 0.9", "--expert_share 0.9 with --hesitation_share 0.45", "lower one of them"),
+        ("--hesitation_share 0.1", "--expert_share 0.95 with --hesitation_share 0.1", "lower one of them"),
+        ("--faithful_share 1.5", "--faithful_share 1.5", "between 0 and 1"),
         ("--adam_beta2 1", "--adam_beta2 1.0", "between 0 and 0.9999"),
         ("--keep_checkpoints 0", "--keep_checkpoints 0", "above 0"),
         ("--env alf", "--env alf", "household"),
@@ -179,6 +180,17 @@ def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
     )
     args = flags.prepare(["--warm_start=0"])
     assert args.reward_model_source == "policy" and args.max_turns == 5
+
+
+def test_an_expert_without_other_goals_plays_faithfully(monkeypatch):
+    class Single(Household):
+        wandering_expert = None
+
+    monkeypatch.setattr(flags, "make_env", lambda name: Single())
+    assert flags.prepare([]).faithful_share == 1
+    why = "--faithful_share 0.5: the expert of --env household has no other goals; give 1"
+    assert refused("--faithful_share=0.5") == why
+    assert flags.prepare(["--faithful_share=0.5", "--method=outcome", "--warm_start=0"])  # it plays no game
 
 
 @pytest.mark.parametrize(
@@ -334,7 +346,7 @@ def test_open_defaults_depend_on_the_model():
     assert flags.resolve(tiny, env) == tiny
     assert flags.resolve(Args(learning_rate=1.0, lora_rank=8), env).learning_rate == 1.0
     assert [name for name, value in vars(lora).items() if value is None] == [
-        "max_centre",
+        *("buffer_source", "buffer_keep", "max_centre"),
         *("alfworld_data", "webshop_data", "webshop_products", "warm_start_games", "reward_model"),
         *("reward_model_backbone", "out", "preset", "config", "resume_from", "gpu_memory_gb"),
         "wandb_project",
@@ -495,6 +507,14 @@ def test_presets_hold_the_papers_values(name, own):
     assert args.env == name
     for flag, value in (PAPER | own).items():
         assert getattr(args, flag) == value, flag
+
+
+def test_the_cheap_swap_replays_the_batches_of_b():
+    args = flags.parse(["--preset", "cheap-swap"])
+    # 2 of 8 tasks are replayed; B adds 3 updates of 6 tasks; 84 tasks stay; B collects none
+    counts = (args.on_policy_tasks, args.off_policy_episodes, args.kept_groups, args.replay_strategy)
+    assert counts == (6, 16, 84, "positive") and args.buffer_sources == ("phase1",)
+    assert flags.parse([]).buffer_sources == ("collect",) and flags.parse([]).kept_groups == 0
 
 
 def test_a_preset_for_ppo_plays_single_episodes():

@@ -218,7 +218,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--device 'cuda 1'", "--device 'cuda 1'".replace("'", ""), "give auto, cpu, cuda or cuda:1"),
     ("--style think", "--style think", "leave it out, or give a language model"),
     # combinations
-    ("--k 7", "--total_updates 45", "must be a multiple of --k 7, for example 42 or 49"),
+    ("--k 7", "--total_updates 90", "must be a multiple of --k 7, for example 84 or 91"),
     ("--off_policy_fraction 1e-20", "--off_policy_fraction 1e-20 with --method rspo", "give for example 1/8"),
     ("--off_policy_fraction 0.99999999999", "--off_policy_fraction 0.99999999999", "give for example 1/8"),
     ("--off_policy_fraction 0", "--off_policy_fraction 0.0 with --method rspo", "give for example 1/8"),
@@ -229,12 +229,15 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--group_size 1", "--group_size 1 with --algo grpo", "or --algo ppo"),
     ("--algo ppo --replay_unit group", "--replay_unit group with --algo ppo", "give episode"),
     ("--algo ppo --replay_strategy variance", "--replay_strategy variance with", "reward or random"),
-    ("--expert_share 0.9", "--expert_share 0.9 with --hesitation_share 0.45", "lower one of them"),
+    ("--preset cheap-swap --algo ppo", "--replay_strategy positive with --algo ppo", "reward or random"),
+    ("--preset cheap-swap --method rspo_h", "--buffer_source phase1 with --method rspo_h", "give history"),
+    ("--buffer_keep 3", "--buffer_keep 3", "give 14 or more"),
+    ("--hesitation_share 0.1", "--expert_share 0.95 with --hesitation_share 0.1", "lower one of them"),
     ("--sampler vllm", "--lora_rank 0", "give --lora_rank 8, or kv"),
     ("--plan --eval_only --model a/b", "--plan with --eval_only", "leave one out"),
     ("--eval_only --model run/policy", "--model run/policy", "evaluate it with --eval_only --out run"),
     ("--plan --env alf", "--env alf", "household, alfworld, webshop"),
-    ("--plan --k 7", "--total_updates 45", "must be a multiple"),
+    ("--plan --k 7", "--total_updates 90", "must be a multiple"),
     ("--plan --gpu_memory_gb 0", "--gpu_memory_gb 0.0", "must be above 0"),
     ("--plan --model /nope", "--model /nope", "give one, a hub id, or tiny"),
     ("--plan --model run", "--model run", "give run/policy"),
@@ -401,6 +404,10 @@ WARNED = [  # a command line that is accepted, and the warning about it; "" for 
     ("--method outcome --reward_noise 0.1", "--reward_noise (read with --method rspo or dense)"),
     ("--method outcome --reward_model_epochs 3", "--reward_model_epochs (read with --method rspo or dense"),
     ("--method outcome --buffer_tasks 3", "--buffer_tasks (read with --method rspo, rspo_h or rspo_o)"),
+    ("--method outcome --buffer_keep 99", "--buffer_keep (read with --method rspo, rspo_h or rspo_o)"),
+    ("--method outcome --buffer_source both", "--buffer_source (read with --method rspo, rspo_h or rspo_o)"),
+    ("--preset cheap-swap --method outcome", ""),
+    ("--preset cheap-swap --buffer_tasks 3", "--buffer_tasks (read with --buffer_source collect, or history"),
     ("--method outcome --max_centre 4", "--max_centre (read with --method rspo, rspo_h or rspo_o)"),
     ("--gigpo_omega 2", "--gigpo_omega (read with --algo gigpo)"),
     ("--no_gigpo_std", "--gigpo_std (read with --algo gigpo)"),
@@ -427,7 +434,7 @@ sys.modules["torch"] = None  # importing it raises ImportError
 root, lines = sys.argv[1], json.load(sys.stdin)
 sys.path.insert(0, root)
 from scale import launch
-launch.start = lambda args: None  # it would replace this process by the launcher
+launch.start = lambda args: None  # it would replace this process by the launcher of the ranks
 with open(f"{root}/train.py") as file:
     code = compile(file.read(), "train.py", "exec")
 answers = []

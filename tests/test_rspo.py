@@ -312,7 +312,8 @@ def replayed(config, policy, n=4):
     bold.logits.data[3, 5] += 1.0
     buffer = ReplayBuffer(config.replay_strategy, seed=0)
     groups = toy_world(config.episodes_per_task, seed=5).collect(bold, 6)
-    rspo.swap_rewards(bold, groups, config)
+    rspo.set_behavior_logprobs(bold, groups, config)
+    rspo.swap_rewards(groups, config)
     buffer.add(groups)
     return buffer.sample(n)
 
@@ -541,7 +542,8 @@ def test_the_buffer_stays_empty_if_all_episodes_of_b_crash(algo):
     for member in (member for group in groups for member in group.trajectories):
         member.stop_reason = StopReason.CRASHED
     replay = ReplayBuffer()
-    rspo.swap_rewards(ToyPolicy(), groups, config)
+    rspo.set_behavior_logprobs(ToyPolicy(), groups, config)
+    rspo.swap_rewards(groups, config)
     replay.add(groups)
     assert replay.sample(4) == [] and len(replay) == 0
 
@@ -585,6 +587,131 @@ def test_the_buffer_is_emptied_after_every_loop_of_methods_with_a_b():
     assert sizes == [0, 0]
 
 
+def buffers_of(**options):
+    """Run two loops. Return the world's episodes, and the buffer's entries of each loop before it is cleared.
+
+    An entry is (A's updates when it was played, its episode).
+    """
+    config, kept, logged = Config(**{**SMALL, **options}), [], []
+    replay = ReplayBuffer(config.replay_strategy, seed=config.seed)
+    clear, world = replay.clear, toy_world(config.episodes_per_task)
+
+    def look(*_):
+        kept.append([(entry.update, *entry.trajectories) for entry in replay._entries])
+
+    replay.clear = lambda: (look(), clear())
+    end_loop = look if config.kept_groups else lambda *_: None
+    rspo.train(
+        ToyPolicy(), world, CountingScorer(), config, lambda *line: logged.append(line), end_loop, 0, replay
+    )
+    return world, kept, logged
+
+
+def test_the_cheap_swap_stores_the_batches_of_b_and_plays_no_others():
+    world, (first, second), logged = buffers_of(buffer_source="phase1")
+    played = [groups for agent, groups, _, _ in logged if agent == "explorer"]  # 2 of each loop
+    for stored, batches in ((first, played[:2]), (second, played[2:])):
+        members = [member for groups in batches for group in groups for member in group.trajectories]
+        assert list(map(id, members)) == [id(member) for _, member in stored]
+    assert [agent for agent, _, _, _ in logged] == ["explorer", "explorer", "policy", "policy"] * 2
+    assert world.episodes == (2 + 2) * 2 * 12  # 2 loops with 2 updates of B and 2 of A, 3 tasks of 4 each
+    assert {update for update, _ in first} == {0} and {update for update, _ in second} == {2}
+
+
+@pytest.mark.parametrize("algo", ["grpo", "gigpo", "ppo"])
+@pytest.mark.parametrize("source", ["phase1", "both"])
+def test_stored_log_probs_are_those_of_the_agent_when_it_played(source, algo):
+    """B and A learn at a rate of 0.5, so log-probs from after an update would differ from the sampler's."""
+    _, kept, _ = buffers_of(buffer_source=source, algo=algo)
+    for _, member in (entry for stored in kept for entry in stored):
+        for one in member.steps:
+            assert one.behavior_logprobs == pytest.approx(one.sampler_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("source", ["phase1", "both"])
+def test_stored_advantages_are_those_of_the_outcomes(source):
+    """The toy's dense reward is largest for "left" three times, which loses."""
+    _, kept, logged = buffers_of(buffer_source=source, invalid_penalty=0.0)
+    groups = [group for agent, groups, _, _ in logged if agent == "explorer" for group in groups]
+    assert any(len({member.outcome for member in group.trajectories}) == 2 for group in groups)
+    for group in groups:
+        won = sum(member.success for member in group.trajectories)
+        # w of 4 outcomes are 1: mean w/4, std (ddof 1) sqrt(w (4 - w) / 12): .5 for 1 and 3, .57735 for 2
+        std = {1: 0.5, 2: 0.57735, 3: 0.5}.get(won, 1.0)
+        for member in group.trajectories:
+            advantage = (member.outcome - won / 4) / std
+            assert [one.advantage for one in member.steps] == pytest.approx([advantage] * 3, abs=1e-4)
+
+
+def test_a_group_of_successes_leaves_nothing_to_a_draw_of_positives():
+    members = [episode(outcome, [step()]) for outcome in (1.0, 1.0, 1.0, 0.0)]
+    config, buffer = Config(replay_strategy="positive"), ReplayBuffer("positive")
+    groups = [Group("won", members[:3]), Group("lost", [members[3]] * 2)]
+    rspo.swap_rewards(groups, config)
+    buffer.add(groups)
+    assert buffer.sample(9) == [] and len(buffer) == 5
+    rspo.swap_rewards([Group("mixed", members)], config)
+    buffer.add([Group("mixed", members)])
+    assert len(buffer.sample(9)) == 3  # mean .75, std .5: +.5, and -1.5 for the loss
+
+
+def test_both_sources_fill_the_buffer_in_the_order_of_play():
+    _, (first, _), _ = buffers_of(buffer_source="both")
+    # B's 2 batches of 12 at A's 0 updates; A's first batch at 0, its second at 1
+    assert [update for update, _ in first] == [0] * 24 + [0] * 12 + [1] * 12
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        # groups of 4 episodes; B plays 3 tasks for the buffer, and trains on 2 batches of 3 tasks
+        (dict(buffer_keep=3), [3, 3]),
+        (dict(buffer_keep=5), [3, 5]),
+        (dict(buffer_source="phase1", buffer_keep=9), [6, 9]),
+        (dict(buffer_source="both", buffer_keep=20), [12, 20]),
+        (dict(method="rspo_h", buffer_keep=5), [5, 5]),
+        (dict(method="rspo_o", buffer_source="phase1", buffer_keep=6, algo="gigpo"), [6, 6]),
+    ],
+)
+def test_a_kept_buffer_holds_the_newest_groups_over_loops(options, sizes):
+    _, kept, _ = buffers_of(**options)
+    assert [len(stored) for stored in kept] == [4 * size for size in sizes]
+
+
+def test_a_kept_buffer_of_ppo_counts_tasks_of_n_episodes_too():
+    _, kept, _ = buffers_of(algo="ppo", buffer_source="phase1", buffer_keep=9)
+    assert [len(stored) for stored in kept] == [24, 36]
+
+
+def test_a_kept_buffer_ages_and_the_log_says_so():
+    _, _, logged = buffers_of(buffer_source="phase1", buffer_keep=12)
+    lines = [metrics for agent, _, metrics, _ in logged if agent == "policy"]
+    # which episodes are drawn depends on outcomes and chance; none is older than its place in the run
+    assert [line["buffer_episodes"] for line in lines] == [24, 24, 48, 48]
+    assert [line["replay_age_max"] for line in lines[:2]] == [0, 1]
+    assert all(line["replay_age_max"] <= age for line, age in zip(lines[2:], (2, 3), strict=True))
+
+
+def test_the_paper_s_draw_is_as_old_as_the_updates_of_its_loop():
+    _, _, logged = buffers_of()
+    lines = [metrics for agent, _, metrics, _ in logged if agent == "policy"]
+    assert [line["replay_age_mean"] for line in lines] == [0, 1, 0, 1]
+
+
+def test_rspo_h_is_history_without_b():
+    runs = [run(method="rspo_h", buffer_source=source) for source in (None, "history")]
+    assert torch.equal(runs[0][0].logits, runs[1][0].logits)
+    assert Config(method="rspo_h").buffer_sources == ("history",)
+    assert Config(method="rspo_h", buffer_tasks=5).kept_groups == 5
+    assert Config(method="rspo_h", buffer_tasks=5, buffer_keep=7).kept_groups == 7
+
+
+@pytest.mark.parametrize("method", ["outcome", "dense"])
+def test_a_method_without_replay_fills_no_buffer(method):
+    _, kept, logged = buffers_of(method=method, buffer_source="both")
+    assert kept == [[], []] and "buffer_episodes" not in logged[0][2]
+
+
 def test_the_paper_s_counts():
     paper = dict(
         tasks_per_update=16, group_size=8, off_policy_fraction=1 / 8, buffer_tasks=28, total_updates=150
@@ -618,6 +745,28 @@ def test_the_paper_s_counts():
         (dict(group_size=1), "--group_size 1 with --algo grpo"),
         (dict(algo="ppo", replay_strategy="variance"), "--replay_strategy variance with --algo ppo"),
         (dict(algo="ppo", replay_unit="group"), "--replay_unit group with --algo ppo"),
+        (
+            dict(algo="ppo", replay_strategy="positive"),
+            "--replay_strategy positive with --algo ppo: A_off is",
+        ),
+        (
+            dict(replay_unit="group", replay_strategy="positive"),
+            "--replay_strategy positive with --replay_unit group: the A_off of a group sum to 0; give",
+        ),
+        (
+            dict(method="rspo_h", buffer_source="phase1"),
+            "--buffer_source phase1 with --method rspo_h: there is no B; give history",
+        ),
+        (
+            dict(buffer_source="history"),
+            "--buffer_source history with --method rspo: no episode of B would be replayed; give both, or",
+        ),
+        (dict(buffer_keep=13), "--buffer_keep 13: B fills the buffer with 14 tasks in each loop; give 14 or"),
+        (  # 3 updates of 7 fresh tasks
+            dict(buffer_keep=20, buffer_source="both"),
+            "--buffer_keep 20: B fills the buffer with 21 tasks in each loop; give 21 or more",
+        ),
+        (dict(buffer_keep=0), "--buffer_keep 0: must be above 0"),
         (dict(clip_eps=float("nan")), "--clip_eps nan"),
         (dict(max_centre=0.5), "--max_centre 0.5: must be at least 1"),
         (dict(kl_coef=-1.0), "--kl_coef -1.0: must be between 0 and 1000"),

@@ -335,13 +335,13 @@ def test_nothing_is_reused_after_a_call_that_failed():
 
 
 def test_the_cache_takes_rows_and_columns_and_puts_new_columns_back():
-    cache = Cache(room=1)
+    cache = Cache(6)
     block = torch.arange(2 * 1 * 3 * 2.0, device=DEVICE).reshape(2, 1, 3, 2)
     row = torch.tensor([1], device=DEVICE)
     cache.update(block, block + 100, 0)
     cache.columns = 3
     part = cache.take(row, torch.tensor([[2, 0]], device=DEVICE))  # columns 2 and 0 of row 1
-    assert part.layers[0][0][0, 0].tolist() == [[10.0, 11.0], [6.0, 7.0]] and part.columns == 2
+    assert part.layers[0][0][0, 0, :2].tolist() == [[10.0, 11.0], [6.0, 7.0]] and part.columns == 2
     whole = cache.take(row)
     for value in (1.0, 2.0, 3.0):
         block = torch.full((1, 1, 1, 2), value, device=DEVICE)
@@ -354,15 +354,44 @@ def test_the_cache_takes_rows_and_columns_and_puts_new_columns_back():
     assert values == [[100.0, 102.0, 104.0, 0.0, 0.0, 0.0], [106.0, 108.0, 110.0, -1.0, -2.0, -3.0]]
 
 
-def test_the_cache_grows_to_the_needed_columns_and_its_room():
-    cache = Cache(room=4)
+def test_the_cache_allocates_its_size_at_once():
+    cache = Cache(7)
     cache.update(torch.zeros(2, 1, 3, 2), torch.zeros(2, 1, 3, 2), 0)
     cache.columns = 3
     half = cache.take(torch.tensor([1]))
-    half.room = 2
-    half.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
-    # 3 columns and room for 4; 3 columns, a new one and room for 2
-    assert [c.layers[0][0].shape[2] for c in (cache, half)] == [7, 6]
+    cache.size = 9
+    cache.update(torch.zeros(2, 1, 1, 2), torch.zeros(2, 1, 1, 2), 0)
+    assert [c.layers[0][0].shape for c in (cache, half)] == [(2, 1, 9, 2), (1, 1, 7, 2)]
+
+
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_each_buffer_is_allocated_once_a_call(context, monkeypatch):
+    policy, sampler, prompts = make(), KVSampler(), prompts_of(4, low=6, high=6)
+    replies = sample(policy, prompts, sampler)
+    later = follow(policy, prompts, replies) if context == "full" else prompts_of(4, seed=1)
+    feed, sizes = KVSampler._read, set()
+
+    def read(sampler, *args):
+        states = feed(sampler, *args)
+        sizes.update(buffer.shape[2] for pair in sampler._cache.layers for buffer in pair)
+        return states
+
+    monkeypatch.setattr(KVSampler, "_read", read)
+    sample(policy, later, sampler, seed=1)
+    after = {buffer.shape[2] for pair in sampler._cache.layers for buffer in pair}
+    assert len(sizes) == 1 and after == sizes and sampler._cache.columns <= max(sizes)
+
+
+def test_equal_prompts_are_read_once():
+    policy, (one, two) = make(), prompts_of(2, low=6, high=6)
+    meter = Meter(policy)
+    replies = sample(policy, [one, two, one, one, two])
+    assert meter.calls[0] == (2, 6) and meter.calls[1][0] == 5
+    assert_scored_alike(policy, [one, two, one, one, two], replies)
+    alone = [
+        KVSampler().sample(policy, [p], [0], [rngs(5)[i]], 1.0, 8)[0] for i, p in enumerate([one, two, one])
+    ]
+    assert [reply.token_ids for reply in replies[:3]] == [reply.token_ids for reply in alone]
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -14,6 +14,7 @@ ORDER = [
     "scale.launch",
     "scale.distributed",
     "batch",
+    "scale.shared_prompts",
     "rspo",
     "games.household",
     "games.webshop_search",
@@ -32,7 +33,9 @@ ORDER = [
     "scale.vllm_sampler",
     "scale.pool",
     "rollout",
+    "record.reward_fit",
     "reward_model",
+    "record.reward_model_files",
     "record.command_line",
     "record.checks",
     "flags",
@@ -55,8 +58,14 @@ ORDER = [
     "bench.core",
     "bench.__main__",
     "bench.gpu_check",
+    "reproduce.arms",
+    "reproduce.runs",
+    "reproduce.tables",
+    "reproduce.markdown",
+    "reproduce.figure",
+    "reproduce.__main__",
 ]
-FOLDERS = ["games", "scale", "demo", "record", "bench"]
+FOLDERS = ["games", "scale", "demo", "record", "bench", "reproduce"]
 METHOD = ["losses", "config", "buffer", "batch", "rspo", "reward_model", "chat", "model", "policy", "sampler"]
 HEAVY = {
     "transformers",

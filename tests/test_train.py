@@ -154,8 +154,8 @@ def test_a_run_prints_what_it_does(first_output):
         "warm start, not part of RSPO: the tiny model cannot act yet, so it is first trained for 40 "
         in printed
     )
-    assert "supervised updates on 60 games played by an expert that searches (50% of the turns)" in printed
-    assert "an expert that searches (50% of the turns), hesitates (45%) and errs (5%)" in printed
+    assert "supervised updates on 60 games played by an expert that searches (95% of the turns)" in printed
+    assert "hesitates (0%) and errs (5%); in 85% of the games it plays for another goal than the" in printed
     assert "step reward model: fitted on 40 games" in printed and "held-out episodes" in printed
     assert "success in % on 6 games of eval" in printed and "episodes  seconds" in printed
 
@@ -420,8 +420,8 @@ def test_make_once_plays_and_saves_only_if_the_folder_is_missing(tmp_path):
         assert episodes == ["an episode"]
         return Saved("made")
 
-    assert artifacts.make_once(tmp_path / "start", play, make)
-    assert not artifacts.make_once(tmp_path / "start", play, make)
+    assert artifacts.make_once(tmp_path / "start", play, make, Saved.save)
+    assert not artifacts.make_once(tmp_path / "start", play, make, Saved.save)
     assert played == ["a game"] and (tmp_path / "start" / "word").read_text() == "made"
 
 

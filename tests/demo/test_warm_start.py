@@ -100,8 +100,45 @@ def test_demonstrations_need_an_expert():
         demonstrations(toy_world(make_env=Unknown), 2, 0.5, 0.2)
 
 
+class Wanderer(ToyEnv):
+    """The toy environment with an expert that notes the seed of its other goal and walks left."""
+
+    seeds = []
+
+    def wandering_expert(self, seed):
+        self.seeds.append(seed)
+        return "left"
+
+
+def test_a_demonstration_pursues_the_task_or_one_other_goal_from_start_to_end():
+    Wanderer.seeds.clear()
+    played = demonstrations(toy_world(make_env=Wanderer), 400, 1.0, 0.0, faithful_share=0.3)
+    paths = [[step.action for step in episode.steps] for episode in played]
+    assert all(path in (["right"] * 3, ["left"] * 3) for path in paths)
+    faithful = paths.count(["right"] * 3)
+    assert 90 < faithful < 150  # 120 +- 3 std
+    assert len(Wanderer.seeds) == 3 * (400 - faithful)
+    assert len(set(Wanderer.seeds)) == 400 - faithful  # each goal has its own seed, the same in all turns
+
+
+def test_a_wandering_demonstration_errs_as_a_faithful_one_does():
+    played = demonstrations(toy_world(make_env=Wanderer), 400, 0.5, 0.0, faithful_share=0.0)
+    right = sum(step.action == "right" for episode in played for step in episode.steps) / 1200
+    assert right == pytest.approx(0.25, abs=0.04)  # half of the turns are random, half of these "right"
+
+
+def test_faithful_demonstrations_are_those_of_an_environment_without_other_goals():
+    wanderer, toy = (demonstrations(toy_world(make_env=env), 30, 0.5, 0.2) for env in (Wanderer, ToyEnv))
+    assert [episode.to_dict() for episode in wanderer] == [episode.to_dict() for episode in toy]
+
+
+def test_other_goals_need_an_expert_that_has_them():
+    with pytest.raises(ValueError, match="toy has no expert that plays for another goal"):
+        demonstrations(toy_world(), 2, 0.5, 0.2, faithful_share=0.9)
+
+
 def test_demonstration_i_does_not_depend_on_the_number_of_demonstrations():
-    few, many = (demonstrations(toy_world(), count, 0.5, 0.2) for count in (3, 9))
+    few, many = (demonstrations(toy_world(make_env=Wanderer), count, 0.5, 0.2, 0.5) for count in (3, 9))
     assert [episode.to_dict() for episode in few] == [episode.to_dict() for episode in many[:3]]
 
 

@@ -14,7 +14,18 @@ import pytest
 from chat import first_message, next_message, parse_action, window_message
 from envs import Household, make_env
 from games import household
-from games.household import NOTHING, STEP_LIMIT, TASK_TYPES, Game, Room, make_game
+from games.household import (
+    APPLIANCES,
+    KITCHENWARE,
+    LAMP,
+    NOTHING,
+    STEP_LIMIT,
+    TASK_TYPES,
+    Game,
+    Room,
+    draw_goal,
+    make_game,
+)
 
 
 def room_for(task_type, thing, target, **contents):
@@ -389,6 +400,79 @@ def test_the_searching_expert_and_the_notes_use_no_hidden_fact():
             room.contents.update(original)
             view = env.step(choose(env, view))
     assert swaps > 500
+
+
+def test_another_goal_can_be_reached_in_its_room_and_is_not_the_task():
+    seen = Counter()
+    for index in range(600):
+        game, _ = make_game("train", index)
+        goal = draw_goal(game, f"goal {index}")
+        seen[goal.task_type] += 1
+        starts = {r for r, names in game.contents if f"{goal.thing} 1" in names or f"{goal.thing} 2" in names}
+        places = dict(game.contents)
+        assert goal.contents == game.contents and goal[:3] != game[:3] and starts
+        if goal.task_type == "Look":
+            assert goal.target == "" and any(LAMP in names for names in places.values())
+        else:
+            assert goal.target in places and goal.target not in starts
+        if goal.task_type in ("Clean", "Heat", "Cool"):
+            assert goal.thing in KITCHENWARE
+            (appliance,) = [r for r, verb in APPLIANCES.items() if verb == goal.task_type.lower()]
+            assert appliance in places and goal.target != appliance
+    assert set(seen) == set(TASK_TYPES) - {"Pick2"} and min(seen.values()) > 20
+    assert draw_goal(game, "a") == draw_goal(game, "a")
+    assert len({draw_goal(game, str(seed)) for seed in range(50)}) > 5
+
+
+def test_the_wandering_expert_reaches_its_goal_from_any_state_and_then_looks_around():
+    rng = random.Random(0)
+    env, reached = Household(), 0
+    for index in range(300):
+        view, seed = env.reset("train", index), f"goal {index}"
+        for _ in range(7):
+            if not view.done:
+                view = env.step(rng.choice(view.admissible))
+        for turn in itertools.count():
+            room = env._room.pursuing(draw_goal(env._room.game, seed))
+            if view.done or room.won:
+                break
+            assert turn < 30
+            action = env.wandering_expert(seed)
+            assert action in view.admissible and action != "look"
+            view = env.step(action)
+        if not view.done:  # the task was not done on the way
+            reached += 1
+            assert env.wandering_expert(seed) == "look"
+    assert reached > 250
+
+
+def test_the_wandering_expert_seldom_solves_the_task():
+    env = Household()
+    views = [play(env, "eval", i, lambda env, _, i=i: env.wandering_expert(str(i)))[0] for i in range(300)]
+    assert sum(view.success for view in views) < 15
+
+
+def test_the_wandering_expert_uses_no_hidden_fact():
+    """Swapping the contents of unseen receptacles changes no action, as long as the goal is the same."""
+    rng = random.Random(1)
+    env, swaps = Household(), 0
+    for index in range(200):
+        view = env.reset("train", index)
+        goal = draw_goal(env._room.game, str(index))
+        for _ in range(rng.randrange(10)):
+            room = env._room.pursuing(goal)
+            if view.done or room.won:
+                break
+            action = env.wandering_expert(str(index))
+            hidden = [r for r in room.contents if r not in room.searched and r != goal.target]
+            original = {r: room.contents[r] for r in hidden}
+            for r, other in zip(hidden, rng.sample(hidden, len(hidden)), strict=True):
+                swaps += original[r] != original[other]
+                room.contents[r] = original[other]
+            assert env.wandering_expert(str(index)) == action
+            room.contents.update(original)
+            view = env.step(action)
+    assert swaps > 300
 
 
 def test_two_environments_are_independent():

@@ -116,6 +116,7 @@ def story(folder):
         "--method rspo --algo ppo",
         "--method rspo_h --algo gigpo",
         "--method rspo --replay_unit group --replay_strategy random --context full",
+        "--method rspo --buffer_source both --buffer_keep 8 --replay_strategy positive --algo gigpo",
         "--method dense --reward_noise 0.3",
     ],
 )

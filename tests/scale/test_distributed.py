@@ -79,7 +79,8 @@ def recorded():
         bold.logits.data[3, 5] += 0.5
         world = toy_world(config.episodes_per_task, seed=5)
         stored = world.collect(bold, config.buffer_groups)
-        rspo.swap_rewards(bold, stored, config)
+        rspo.set_behavior_logprobs(bold, stored, config)
+        rspo.swap_rewards(stored, config)
         replay = ReplayBuffer()
         replay.add(stored)
         groups = toy_world(config.episodes_per_task).collect(policy, config.on_policy_tasks)

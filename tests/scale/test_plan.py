@@ -142,6 +142,8 @@ def test_a_loop_of_the_paper_by_hand():
         "prompt tokens": 896 * 50 * 2048,
         "trained turns": (672 + 48) * 50,
     }
+    cheap = plan.loop_size(args_of(*PAPER, "--buffer_source", "phase1"))
+    assert cheap["episodes"] == 6 * 14 * 8  # B plays no tasks for the buffer
     ppo = plan.loop_size(args_of(*PAPER, "--algo", "ppo", "--method", "outcome"))
     assert (ppo["updates"], ppo["episodes"], ppo["replayed episodes"]) == (3, 3 * 128, 0)
 

@@ -79,6 +79,8 @@ def test_each_slot_plays_its_own_game(workers):
     assert texts(pool.step({4: "a", 0: "a"})) == {4: "eval 0 b a", 0: "train 5 a"}
     assert texts(pool.reset({0: ("train", 6)})) == {0: "train 6"}
     assert pool.expert([4, 0]) == {4: ("after a", "look 2"), 0: ("after 6", "look 0")}
+    seeds = {0: "goal 7", 9: "goal of no slot"}
+    assert pool.expert([4, 0], seeds) == {4: ("after a", "look 2"), 0: ("goal 7", "look 0")}
     assert pool.reset({}) == pool.step({}) == pool.expert([]) == {}
     pool.close()
     if workers:  # neither torch nor the caller's program is in a worker
@@ -404,7 +406,8 @@ def play(make_env, workers, parallel):
     world = make_world(make_env, replies, workers, parallel)
     groups = world.collect(None, 3)
     episodes = [member for group in groups for member in group.trajectories]
-    episodes += world.evaluate(None, "eval", 5, 0.4) + demonstrations(world, 9, 0.5, 0.2)
+    faithful = 0.5 if hasattr(world.pool.env, "wandering_expert") else 1.0
+    episodes += world.evaluate(None, "eval", 5, 0.4) + demonstrations(world, 9, 0.5, 0.2, faithful)
     opening = world.opening_tokens()
     world.close()
     return [episode.to_dict() for episode in episodes], opening, world.state_dict()

@@ -1,0 +1,1 @@
+"""The experiments of docs/RESULTS.md: `python -m reproduce NAME` remakes one from nothing."""

@@ -1,0 +1,165 @@
+"""Remake an experiment from nothing: `python -m reproduce NAME`.
+
+It trains every arm at every seed, as many runs at once as there are cores, and writes NAME.md, NAME.json and
+NAME.png. Stopped with Ctrl-C or cut off, the same command continues. Runs that several experiments share are
+trained once. docs/RESULTS.md describes the tables and the rule of the verdicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from config import PRESETS
+from flags import COMMAND_LINE, UsageError, prepare
+from record.checkpoint import write_text
+from reproduce import figure, tables
+from reproduce.arms import EXPERIMENTS, Experiment
+from reproduce.markdown import markdown
+from reproduce.runs import Plan, check_same, core_seconds, plan_runs, run_all, with_preparing_runs
+
+# One start and one seed of a short run: it checks the command, not the claims.
+QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episodes 600
+    --reward_model_episodes 300"""
+
+SET_BY_ARMS = ["method", "algo", "seed", "eval_every", "resume", "resume_from", "eval_only", "plan"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reproduce",
+        description=__doc__,
+        epilog="All other flags are train.py's, for every run: --model DIR, --webshop_data DIR, ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(EXPERIMENTS)} or all")
+    parser.add_argument(
+        "--list", action="store_true", help="print the experiments, their runs and their cost"
+    )
+    parser.add_argument("--seeds", default="0,200,400", help="seeds, separated by commas [0,200,400]")
+    parser.add_argument("--quick", action="store_true", help="one seed, one start, short runs: a check")
+    parser.add_argument("--env", default="household", help="environment of train.py [household]")
+    papers = [name for name in PRESETS if name.startswith("paper")]
+    parser.add_argument("--preset", choices=papers, help="preset of train.py, in place of --env")
+    parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="folder [runs/reproduce]")
+    parser.add_argument("--processes", type=int, help="runs at once [all cores; with --preset 1]")
+    return parser
+
+
+def read_seeds(text: str) -> list[int]:
+    """Return the seeds of --seeds. Raises UsageError."""
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--seeds {text}: must be whole numbers; give for example 0,200,400") from None
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise UsageError(f"--seeds {text}: must differ and be 0 or more; give for example 0,200,400")
+    return seeds
+
+
+def scale_of(args: argparse.Namespace, more: list[str]) -> tuple[str, list[str]]:
+    """Return the name of the scale, which is a folder, and the flags of every run. Raises UsageError.
+
+    more: flags of train.py from the command line.
+    """
+    flags = ["--preset", args.preset] if args.preset else ["--env", args.env]
+    flags += more
+    for name in COMMAND_LINE.read(flags):
+        if name in SET_BY_ARMS:
+            raise UsageError(f"--{name}: the experiments set it; leave it out (--seeds sets the seeds)")
+    name = args.preset or args.env
+    if args.quick:
+        name, flags = f"{name}-quick", QUICK.split() + flags
+    prepare(flags)  # prints warnings of likely slips, once
+    return name, flags
+
+
+def list_experiments(scale: list[str], seeds: list[int]) -> None:
+    """Print the experiments with their runs and the estimated cost on Household."""
+    print(f"{'NAME':8} {'runs':>5} {'core hours':>11}  question (cost: the tiny model on Household)")
+    everything: dict[Path, float] = {}
+    for name, experiment in EXPERIMENTS.items():
+        runs = with_preparing_runs(plan_runs([experiment], scale, seeds, Path("runs")))
+        cost = {run.folder: core_seconds(run) for run in runs}
+        everything |= cost
+        print(f"{name:8} {len(runs):5} {sum(cost.values()) / 3600:11.1f}  {experiment.question}")
+    hours = sum(everything.values()) / 3600
+    print(f"{'all':8} {len(everything):5} {hours:11.1f}  arms that experiments share are run once")
+
+
+def quick(experiment: Experiment) -> Experiment:
+    """Return the experiment with one of its starts, the middle one."""
+    middle = experiment.starts[len(experiment.starts) // 2]
+    return dataclasses.replace(experiment, starts=(middle,))
+
+
+def write_results(
+    experiments: dict[str, Experiment], plan: Plan, seeds: list[int], folder: Path, command: str
+) -> None:
+    """Write the tables and the figure of every experiment."""
+    for name, experiment in experiments.items():
+        report = tables.report_of(name, experiment, plan, seeds, command)
+        write_text(folder / f"{name}.json", json.dumps(report, indent=1) + "\n")
+        write_text(folder / f"{name}.md", markdown(report))
+        figure.draw(report, folder / f"{name}.png")
+        print(f"written: {folder / name}.md, .json and .png")
+
+
+def plan_of(args: argparse.Namespace, more: list[str]) -> tuple[dict[str, Experiment], list[int], Path, Plan]:
+    """Return the experiments, the seeds, the folder and the runs. Raises UsageError."""
+    if args.name not in [*EXPERIMENTS, "all"]:
+        given = "NAME: is missing" if args.name is None else f"{args.name}: there is no such experiment"
+        raise UsageError(f"{given}; give {', '.join(EXPERIMENTS)} or all")
+    if args.processes is None:
+        args.processes = 1 if args.preset else os.cpu_count() or 1
+    if args.processes < 1:
+        raise UsageError(f"--processes {args.processes}: must be 1 or more; or leave it out")
+    seeds = read_seeds(args.seeds)
+    experiments = EXPERIMENTS if args.name == "all" else {args.name: EXPERIMENTS[args.name]}
+    if args.quick:
+        seeds = seeds[:1]
+        experiments = {name: quick(experiment) for name, experiment in experiments.items()}
+    scale_name, scale = scale_of(args, more)
+    folder = args.out / scale_name
+    return experiments, seeds, folder, plan_runs(list(experiments.values()), scale, seeds, folder / "runs")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    args, more = parser().parse_known_args(argv)
+    try:
+        if args.list:
+            list_experiments(scale_of(args, more)[1], read_seeds(args.seeds))
+            return 0
+        experiments, seeds, folder, plan = plan_of(args, more)
+        runs = with_preparing_runs(plan)
+        for run in runs:
+            check_same(run)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    command = shlex.join(["python", "-m", "reproduce", *argv])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kill stops the runs, as Ctrl-C does
+    try:
+        failed = run_all(runs, args.processes)
+    except KeyboardInterrupt:
+        print(f"stopped; continue with: {command}", file=sys.stderr)
+        return 130
+    write_results(experiments, plan, seeds, folder, command)
+    if failed:
+        names = ", ".join(run.name for run in failed)
+        print(f"error: {len(failed)} runs failed ({names}); {command} tries them again", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

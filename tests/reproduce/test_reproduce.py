@@ -1,0 +1,69 @@
+"""`python -m reproduce`: usage errors, the list, and one experiment from nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reproduce.__main__ import main, parser, quick, scale_of
+from reproduce.arms import EXPERIMENTS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "NAME: is missing; give table1"),
+        (["table9"], "table9: there is no such experiment; give table1"),
+        (["table1", "--seeds", "a,b"], "--seeds a,b: must be whole numbers"),
+        (["table1", "--seeds", "1,1"], "--seeds 1,1: must differ"),
+        (["table1", "--processes", "0"], "--processes 0: must be 1 or more"),
+        (["table1", "--env", "chess"], "--env chess: "),
+        (["table1", "--seed", "3"], "--seed: the experiments set it"),
+        (["table1", "--clip_epps", "3"], "--clip_epps: there is no such flag; did you mean --clip_eps?"),
+        (["table1", "--clip_eps", "-1"], "--clip_eps -1.0: must be above 0"),
+    ],
+)
+def test_a_usage_error_is_one_line_before_any_run(argv, message, capsys, tmp_path):
+    assert main([*argv, "--out", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_list_has_every_experiment_with_its_cost(capsys):
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [*EXPERIMENTS, "all"]
+    hours = {line.split()[0]: float(line.split()[2]) for line in lines[1:]}
+    assert 0 < hours["states"] < hours["all"] <= 10  # the budget of one core
+
+
+def test_a_quick_experiment_has_one_start():
+    assert len(quick(EXPERIMENTS["pays"]).starts) == 1
+
+
+def test_each_scale_has_a_folder_of_its_own():
+    names = [scale_of(parser().parse_args(["k", *more]), [])[0] for more in ([], ["--quick"])]
+    assert names == ["household", "household-quick"]
+
+
+@pytest.mark.slow
+def test_an_experiment_is_remade_from_nothing_and_not_run_twice(tmp_path):
+    command = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert first.returncode == 0, first.stdout + first.stderr
+    folder = tmp_path / "household-quick"
+    report = json.loads((folder / "states.json").read_text())
+    assert report["missing"] == []
+    for arm in report["sections"][0]["arms"].values():
+        assert arm["seeds"]["0"]["curve"][0][2] == arm["start"]["mean"]
+    text = (folder / "states.md").read_text()
+    assert "| RSPO + GRPO | 6 | 896 |" in text and "claim: RSPO repeats fewer" in text
+    assert (folder / "states.png").is_file()
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "3 of 3 runs are finished" in second.stdout and second.returncode == 0
+    assert json.loads((folder / "states.json").read_text()) == report
