@@ -184,6 +184,8 @@ def start_process(run: Run) -> subprocess.Popen:
     """Start train.py, or continue it. What it prints is appended to console.log of the run folder."""
     make_folder(run)
     command = [sys.executable, str(ROOT / "train.py"), "--resume", "--out", str(run.folder.resolve())]
+    if run.args.model == "tiny" and run.args.ranks == "auto":
+        command.append("--ranks=1")  # the cores serve several runs, and no number depends on their count
     with open(run.folder / "console.log", "a") as console:
         return subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, start_new_session=True)
 
