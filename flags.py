@@ -115,7 +115,7 @@ class Args(Config):
     eval_games: int = 300
     """The first held-out games of each split, each played once. A smaller split is played whole. ALFWorld's
     splits are sorted by type of game, so a part of a split does not represent it."""
-    eval_every: int = 9
+    eval_every: int = 15
     """Updates of A between evaluations. An evaluation takes place at the end of a loop."""
     eval_temperature: float = 0.4
     """Sampling temperature of evaluations. 0 is greedy."""

@@ -10,6 +10,7 @@ prompt, and the action as the reply. `StepRewardModel.rows` makes both inputs, f
 
 The model is fitted once, on episodes collected beforehand, and then frozen. The paper names neither these
 episodes nor the trained layers. Here the backbone is fine-tuned together with the head.
+record/reward_fit.py reports how good a fit is, record/reward_model_files.py saves and loads the model.
 
 A score is read where a row's span ends. Rows are padded on the right and attention is causal, so no token
 sees padding and no attention mask is needed.
@@ -20,31 +21,24 @@ Left out: normalizing the scores, mixing them with the outcome, and refitting wh
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
-import json
 import math
 import random
-import warnings
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from batch import Batch, Row, micro_batches, rows_of
 from buffer import Group, Trajectory
 from chat import Chat
-from model import Base, cast, load_base, load_tokenizer, recompute_layers, recomputing, rise_and_fall
-from record.model_checks import check_shapes, check_tokenizer, explained
+from model import Base, cast, load_base, recompute_layers, recomputing, rise_and_fall
+from record.reward_fit import fit_report, split_by_task
 from scale import distributed
 
 BATCH_EPISODES = 32  # episodes of one update of the fit
 HELD_OUT = 0.1  # the share of tasks whose episodes are kept for the report
-CHANCE_AUC = 0.6  # a fit with a lower AUC has learned too little
 INVALID_REPLY = "invalid reply"  # stands in place of an action in the texts
 
 
@@ -104,7 +98,7 @@ class StepRewardModel(nn.Module):
         source = (base.reference or base.model).get_decoder()
         state = source.state_dict().items()  # LoRA keeps an adapter inside the layer that it adapts
         weights = {name.replace(".base_layer.", "."): w for name, w in state if ".lora_" not in name}
-        backbone = _new_backbone(source.config)
+        backbone = new_backbone(source.config)
         backbone.load_state_dict(weights)
         settings.setdefault("device", base.device)
         return cls(backbone, base.chat, **settings)
@@ -220,9 +214,7 @@ class StepRewardModel(nn.Module):
         progress: called with (update, number of updates, loss). Raises ValueError if there are fewer than two
         tasks and FloatingPointError if the fit diverges. Every rank calls this with the same episodes.
 
-        The report (`self.report`): `quality` on the held-out episodes; mse_of_mean, their MSE if the training
-        mean is predicted; counts of episodes and successes; learned, True if the model is clearly better than
-        chance. If it is not, `fit` warns.
+        The report (`self.report`) is a `fit_report`. `fit` warns if the model has learned too little.
         """
         rng = random.Random(f"{seed} step reward model")
         training, held_out = split_by_task([t for t in trajectories if t.usable], HELD_OUT, rng)
@@ -247,31 +239,9 @@ class StepRewardModel(nn.Module):
                 progress(update, updates, loss)
         cast(self.backbone, self.dtype)
         self.requires_grad_(False).eval()
-        self.report = self._report_on(training, held_out)
+        predicted = [sum(scores) for scores in self.step_scores(held_out)]
+        self.report = fit_report(training, held_out, predicted)
         return self.report
-
-    def _report_on(self, training: list[Trajectory], held_out: list[Trajectory]) -> dict:
-        """Return the report of `fit`, and warn if the model has learned too little."""
-        mean = sum(trajectory.outcome for trajectory in training) / len(training)
-        report = {
-            **quality([sum(scores) for scores in self.step_scores(held_out)], held_out),
-            "mse_of_mean": sum((mean - trajectory.outcome) ** 2 for trajectory in held_out) / len(held_out),
-            "episodes": len(training),
-            "successes": sum(trajectory.success for trajectory in training),
-            "held_out_episodes": len(held_out),
-            "held_out_successes": sum(trajectory.success for trajectory in held_out),
-        }
-        mse, auc, mse_of_mean = report["mse"], report["auc"], report["mse_of_mean"]
-        report["learned"] = mse < mse_of_mean and (auc is None or auc >= CHANCE_AUC)
-        if not report["learned"]:
-            warnings.warn(
-                f"the step reward model has learned too little: on {len(held_out)} held-out episodes its AUC "
-                f"is {'not known' if auc is None else f'{auc:.2f}'} (chance 0.5), its MSE {mse:.4f} (always "
-                f"predicting the mean: {mse_of_mean:.4f}). It saw {report['successes']} successes in "
-                f"{len(training)} episodes: raise --reward_model_episodes, or change --reward_model_source",
-                stacklevel=3,
-            )
-        return report
 
     def backward(self, episodes: list[list[Row]]) -> float:
         """Add the gradient of Eq. 7 over these episodes (lists of rows), which ranks share. Return the loss.
@@ -322,94 +292,6 @@ class StepRewardModel(nn.Module):
         outcomes = [trajectory.outcome for trajectory in trajectories]
         return returns - torch.tensor(outcomes, device=self.device)
 
-    # --- files
-
-    def save(self, folder: str | Path) -> None:
-        """Write the weights, the backbone's config and tokenizer (if it has its own), and the report."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        save_file(weights, folder / "model.safetensors")
-        self.backbone.config.save_pretrained(folder)
-        if self.own_tokenizer:
-            self.chat.tokenizer.save_pretrained(folder / "tokenizer")
-        vocabulary = _vocabulary(self.chat)
-        about = {"own_tokenizer": self.own_tokenizer, "vocabulary": vocabulary, "report": self.report}
-        (folder / "reward_model.json").write_text(json.dumps(about, indent=2))
-
-    @classmethod
-    def load(cls, folder: str | Path, chat: Chat, **settings) -> StepRewardModel:
-        """Load a model. chat: the policy's. Raises ValueError if files are missing, damaged or foreign."""
-        from transformers import AutoConfig
-
-        folder = Path(folder)
-        for name in ("reward_model.json", "config.json", "model.safetensors"):
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder} contains no step reward model: it has no {name}")
-        with explained(f"the step reward model in {folder} is damaged", "copy it again, or fit a new one"):
-            about = json.loads((folder / "reward_model.json").read_text())
-            own_tokenizer, vocabulary = about["own_tokenizer"], about["vocabulary"]
-            backbone = _new_backbone(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-            if own_tokenizer:
-                chat = Chat(load_tokenizer(folder / "tokenizer"))
-                check_tokenizer(chat, len(backbone.get_input_embeddings().weight))
-            model = cls(backbone, chat, own_tokenizer, **settings)
-            weights = load_file(folder / "model.safetensors")
-            check_shapes("its weights", model.state_dict(), weights)
-            model.load_state_dict(weights)
-            model.report = about["report"]
-        if vocabulary != _vocabulary(chat):
-            raise ValueError(f"the step reward model in {folder} has another vocabulary; fit a new one")
-        cast(model.backbone, model.dtype)
-        return model
-
-
-# --- how good a fit is --------------------------------------------------------------------------------------
-
-
-def split_by_task(trajectories: list[Trajectory], held_out: float, rng: random.Random) -> tuple[list, list]:
-    """Split episodes into (training, held-out). No task is in both.
-
-    Solved and unsolved tasks are held out in the same proportion. Raises ValueError if there is one task.
-    """
-    solved: dict[str, bool] = {}  # by task: True if one of its episodes is a success
-    for trajectory in trajectories:
-        solved[trajectory.task_id] = solved.get(trajectory.task_id, False) or trajectory.success
-    if len(solved) < 2:
-        raise ValueError(
-            f"the step reward model needs episodes of two tasks, to hold one out: {len(trajectories)} usable "
-            f"episodes have {len(solved)}; raise --reward_model_episodes"
-        )
-    tasks = rng.sample(list(solved), len(solved))
-    tasks.sort(key=lambda task: solved[task])
-    every = min(len(tasks), max(2, round(1 / held_out)))
-    held_tasks = set(tasks[every // 2 :: every])
-    training = [trajectory for trajectory in trajectories if trajectory.task_id not in held_tasks]
-    return training, [trajectory for trajectory in trajectories if trajectory.task_id in held_tasks]
-
-
-def quality(predicted: list[float], trajectories: list[Trajectory]) -> dict[str, float | None]:
-    """Compare predicted R with outcomes: mse, Pearson correlation, auc of success; None if undefined."""
-    r = torch.tensor(predicted, dtype=torch.float64)
-    outcomes = torch.tensor([trajectory.outcome for trajectory in trajectories], dtype=torch.float64)
-    x, y = r - r.mean(), outcomes - outcomes.mean()
-    norms = float(x.norm() * y.norm())
-    return {
-        "mse": float((r - outcomes).square().mean()),
-        "correlation": float(x @ y) / norms if norms > 0 else None,
-        "auc": area_under_roc(predicted, [trajectory.success for trajectory in trajectories]),
-    }
-
-
-def area_under_roc(scores: list[float], positive: list[bool]) -> float | None:
-    """Return the share of (positive, negative) pairs in order; ties count half. None if there is no pair."""
-    positives = [score for score, is_positive in zip(scores, positive, strict=True) if is_positive]
-    negatives = sorted(score for score, is_positive in zip(scores, positive, strict=True) if not is_positive)
-    if not positives or not negatives:
-        return None
-    wins = sum(bisect_left(negatives, score) + bisect_right(negatives, score) for score in positives) / 2
-    return wins / (len(positives) * len(negatives))
-
 
 # --- pieces -------------------------------------------------------------------------------------------------
 
@@ -439,12 +321,8 @@ def _parts(episodes: list[list[Row]], tokens: int) -> Iterator[list[list[Row]]]:
         yield part
 
 
-def _new_backbone(config) -> nn.Module:
+def new_backbone(config) -> nn.Module:
+    """Build a backbone with random weights."""
     from transformers import AutoModel
 
     return AutoModel.from_config(copy.deepcopy(config), dtype=torch.float32)
-
-
-def _vocabulary(chat: Chat) -> str:
-    """Return a digest of the tokens and their ids."""
-    return hashlib.sha256(json.dumps(sorted(chat.tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -106,6 +106,7 @@ import rspo
 from buffer import ReplayBuffer, Trajectory
 from chat import Dialogue
 from demo.warm_start import demonstrations
+from model import Base
 from policy import Policy
 from record import identity, report
 from record.artifacts import (
@@ -379,7 +380,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
     check_start(args, base, make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed))
     folder = distributed.on_rank_0(lambda: run_folder(args))
     merged = base.changed and args.sampler == "vllm"  # an adapter was merged, and vLLM loads from a folder
-    if merged and make_once(folder / "start", list, lambda _: base):
+    if merged and make_once(folder / "start", list, lambda _: base, Base.save):
         base = load_start(args, folder)
     policy = make_policy(args, base)
     distributed.watch(args.rank_timeout, end_hanging_run)

@@ -8,6 +8,7 @@ is not made again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import warnings
@@ -21,11 +22,12 @@ from buffer import Trajectory
 from demo.tiny_model import check_actions, silent_words_of, tiny_base
 from demo.warm_start import warm_start
 from flags import Args, UsageError, env_maker
-from model import load_base
+from model import Base, load_base
 from record import checkpoint
 from record.checkpoint import Checkpoint
 from record.metrics import mean
 from record.recorder import advance, print_line, progress_bar, warn_of_crashes
+from record.reward_model_files import load_reward_model, save_reward_model
 from reward_model import StepRewardModel
 from rollout import World
 from scale import distributed
@@ -45,15 +47,21 @@ def usage_error(flag: str = "", remedy: str = "", instead_of: str = ""):
         raise UsageError(flag + str(error).removeprefix(instead_of) + remedy) from None
 
 
-def make_once(folder: Path, play: Callable[[], list], make: Callable[[list], object]) -> bool:
+def make_once(
+    folder: Path,
+    play: Callable[[], list],
+    make: Callable[[list], object],
+    save: Callable[[object, Path], None],
+) -> bool:
     """Save what `make` returns in `folder`, unless the folder exists. Return True if it was made.
 
-    `make` gets the episodes that all ranks have played with `play`. Every rank calls both; rank 0 saves.
+    `make` gets the episodes that all ranks have played with `play`. Every rank calls both; rank 0 calls
+    `save(made, folder)`.
     """
     if distributed.on_rank_0(folder.is_dir):
         return False
     made = make(play())
-    distributed.on_rank_0(lambda: checkpoint.write_folder(folder, made.save))
+    distributed.on_rank_0(lambda: checkpoint.write_folder(folder, functools.partial(save, made)))
     return True
 
 
@@ -180,7 +188,7 @@ def make_start(args: Args, folder: Path, base, demonstrate: Demonstrate):
             warm_start_base(args, base, episodes)
         return base
 
-    if (args.warm_start or base.changed) and make_once(folder / "start", play, teach):
+    if (args.warm_start or base.changed) and make_once(folder / "start", play, teach, Base.save):
         base = load_start(args, folder)
     return base
 
@@ -224,7 +232,7 @@ def named_reward_model(args: Args, base) -> StepRewardModel | None:
     """
     if args.reward_model:
         with usage_error(f"--reward_model {args.reward_model}: "):
-            return StepRewardModel.load(args.reward_model, base.chat, **reward_model_settings(args, base))
+            return load_reward_model(args.reward_model, base.chat, **reward_model_settings(args, base))
     if args.resume and Path(args.out, "reward_model").is_dir():
         return load_fitted(args, Path(args.out), base)
     name = args.reward_model_backbone
@@ -238,7 +246,7 @@ def load_fitted(args: Args, folder: Path, base) -> StepRewardModel:
     """Load the step reward model that the run has fitted. Raises UsageError."""
     made = folder / "reward_model"
     with usage_error(f"--out {folder}: ", f"; remove {made} to fit it again"):
-        return StepRewardModel.load(made, base.chat, **reward_model_settings(args, base))
+        return load_reward_model(made, base.chat, **reward_model_settings(args, base))
 
 
 def make_reward_model(
@@ -262,7 +270,10 @@ def make_reward_model(
 
     model = named
     if not args.reward_model and make_once(
-        folder / "reward_model", play, lambda episodes: fit_reward_model(args, base, named, episodes)
+        folder / "reward_model",
+        play,
+        lambda episodes: fit_reward_model(args, base, named, episodes),
+        save_reward_model,
     ):
         model = load_fitted(args, folder, base)
     values = {name: "n/a" if value is None else value for name, value in model.report.items()}

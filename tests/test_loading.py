@@ -15,6 +15,7 @@ from tiny import BATCH, needs_models, tiny
 from flags import UsageError
 from model import load_base
 from record.artifacts import load_start
+from record.reward_model_files import load_reward_model, save_reward_model
 from reward_model import StepRewardModel
 
 pytestmark = needs_models
@@ -543,7 +544,7 @@ def test_a_damaged_start_of_a_run_is_named_by_the_run(sources, tmp_path):
 )
 def test_a_step_reward_model_with_other_weights_is_refused(change, reason, tmp_path):
     base = tiny()
-    StepRewardModel.from_base(base).save(tmp_path)
+    save_reward_model(StepRewardModel.from_base(base), tmp_path)
     edit_weights(tmp_path, change)
     with pytest.raises(ValueError, match=f"the step reward model in {tmp_path} is damaged .*{reason}"):
-        StepRewardModel.load(tmp_path, base.chat, device=DEVICE)
+        load_reward_model(tmp_path, base.chat, device=DEVICE)

@@ -19,7 +19,9 @@ import demo.tiny_model
 from batch import pad_rows
 from buffer import Group, Step, StopReason, Trajectory
 from policy import Policy
-from reward_model import StepRewardModel, area_under_roc, quality, split_by_task, step_text
+from record.reward_fit import area_under_roc, faults_of_fit, quality, split_by_task
+from record.reward_model_files import load_reward_model, save_reward_model
+from reward_model import StepRewardModel, step_text
 
 torch.set_num_threads(1)  # small models are slower with two threads
 
@@ -295,7 +297,7 @@ def test_chance_outcomes_bring_a_warning_that_names_the_remedies():
 def test_without_a_success_it_warns_and_has_no_auc():
     model = make_reward_model()
     episodes = random_episodes(model.chat, 40, wins=lambda words, rng: False)
-    with pytest.warns(UserWarning, match="AUC is not known.*0 successes"):
+    with pytest.warns(UserWarning, match="MSE of 0 is not below the 0 of.*AUC is not known.*0 successes"):
         report = model.fit(episodes, epochs=1)
     assert report["auc"] is None and report["correlation"] is None and not report["learned"]
 
@@ -409,8 +411,8 @@ def test_a_saved_model_gives_the_same_scores_bit_by_bit(tmp_path):
     model = make_reward_model(random_head=True)
     model.report = {"auc": 0.75}
     episodes = random_episodes(model.chat, 20, seed=9)
-    model.save(tmp_path)
-    loaded = StepRewardModel.load(tmp_path, tiny_base(seed=4).chat, device=DEVICE)
+    save_reward_model(model, tmp_path)
+    loaded = load_reward_model(tmp_path, tiny_base(seed=4).chat, device=DEVICE)
     assert loaded.step_scores(episodes) == model.step_scores(episodes)
     assert loaded.report == {"auc": 0.75}
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
@@ -423,21 +425,21 @@ def test_a_saved_model_gives_the_same_scores_bit_by_bit(tmp_path):
 def test_a_missing_damaged_or_foreign_model_is_an_error(tmp_path):
     base = tiny_base()
     with pytest.raises(ValueError, match="contains no step reward model"):
-        StepRewardModel.load(tmp_path, base.chat)
-    make_reward_model(base).save(tmp_path)
+        load_reward_model(tmp_path, base.chat)
+    save_reward_model(make_reward_model(base), tmp_path)
     other = tiny_base(words=(*WORDS, "more"))
     with pytest.raises(ValueError, match="another vocabulary"):
-        StepRewardModel.load(tmp_path, other.chat)
+        load_reward_model(tmp_path, other.chat)
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ValueError, match="damaged"):
-        StepRewardModel.load(tmp_path, base.chat)
+        load_reward_model(tmp_path, base.chat)
     (tmp_path / "model.safetensors").write_bytes(weights)
     about = json.loads((tmp_path / "reward_model.json").read_text())
     del about["vocabulary"]
     (tmp_path / "reward_model.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="damaged"):
-        StepRewardModel.load(tmp_path, base.chat)
+        load_reward_model(tmp_path, base.chat)
 
 
 # --- the backbone and what it reads -------------------------------------------------------------------------
@@ -537,8 +539,8 @@ def test_a_model_with_its_own_tokenizer_is_saved_and_loaded_with_it(llama, tmp_p
     torch.nn.init.ones_(model.head[2].weight)
     chat = tiny_base().chat  # the policy's vocabulary is a different one
     episodes = random_episodes(chat, 6, turns=2)
-    model.save(tmp_path)
-    loaded = StepRewardModel.load(tmp_path, chat, device=DEVICE)
+    save_reward_model(model, tmp_path)
+    loaded = load_reward_model(tmp_path, chat, device=DEVICE)
     assert loaded.step_scores(episodes) == model.step_scores(episodes) != [[0.0, 0.0]] * 6
     assert (tmp_path / "tokenizer").is_dir()
 
@@ -555,3 +557,11 @@ def test_a_backbone_with_its_own_tokenizer_learns_too(llama):
     episodes = random_episodes(tiny_base().chat, 200, wins=by_magic)
     report = model.fit(episodes, epochs=12, learning_rate=5e-3)
     assert report["auc"] > 0.9
+
+
+def test_a_warning_names_the_test_that_a_fit_has_failed():
+    report = {"auc": 0.55, "mse": 0.2, "mse_of_mean": 0.25}
+    assert faults_of_fit(report) == ["its AUC of success is 0.55, below 0.6 (chance: 0.5)"]
+    report = {"auc": 0.7, "mse": 0.3, "mse_of_mean": 0.25}
+    assert faults_of_fit(report) == ["its MSE of 0.3 is not below the 0.25 of the mean"]
+    assert faults_of_fit({"auc": 0.6, "mse": 0.2, "mse_of_mean": 0.25}) == []

@@ -420,8 +420,8 @@ def test_make_once_plays_and_saves_only_if_the_folder_is_missing(tmp_path):
         assert episodes == ["an episode"]
         return Saved("made")
 
-    assert artifacts.make_once(tmp_path / "start", play, make)
-    assert not artifacts.make_once(tmp_path / "start", play, make)
+    assert artifacts.make_once(tmp_path / "start", play, make, Saved.save)
+    assert not artifacts.make_once(tmp_path / "start", play, make, Saved.save)
     assert played == ["a game"] and (tmp_path / "start" / "word").read_text() == "made"
 
 
