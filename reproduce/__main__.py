@@ -36,7 +36,8 @@ from reproduce.runs import (
 QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episodes 600
     --reward_model_episodes 300"""
 
-ONE_CORE = ["--threads", "1", "--ranks", "1"]  # of each run of a tiny model
+# A run of a tiny model: one core, and 45 updates of published RSPO (6,720 episodes on Household)
+TINY_RUN = ["--threads", "1", "--ranks", "1", "--total_updates", "45"]
 SET_BY_ARMS = ["method", "algo", "seed", "eval_every", "resume", "resume_from", "eval_only", "plan"]
 
 
@@ -79,14 +80,14 @@ def scale_of(args: argparse.Namespace, more: list[str]) -> tuple[str, list[str]]
 
     more: flags of train.py from the command line.
     """
-    flags = ["--preset", args.preset] if args.preset else ["--env", args.env, *ONE_CORE]
-    flags += more
-    for name in COMMAND_LINE.read(flags):
-        if name in SET_BY_ARMS:
-            raise UsageError(f"--{name}: the experiments set it; leave it out (--seeds sets the seeds)")
     name = args.preset or args.env
+    flags = ["--preset", name] if args.preset else ["--env", name, *TINY_RUN]
     if args.quick:
-        name, flags = f"{name}-quick", QUICK.split() + flags
+        name, flags = f"{name}-quick", flags + QUICK.split()
+    for flag in COMMAND_LINE.read(more):
+        if flag in SET_BY_ARMS:
+            raise UsageError(f"--{flag}: the experiments set it; leave it out (--seeds sets the seeds)")
+    flags += more
     prepare(flags)  # prints warnings of likely slips, once
     return name, flags
 
