@@ -586,6 +586,6 @@ def test_an_evaluation_may_change_the_games_and_nothing_of_the_policy(tmp_path):
     run = saved_run(tmp_path / "run", lora_rank=8)
     args = flags.prepare(["--eval_only", "--out", run, "--eval_games=7", "--eval_temperature=0"])
     assert (args.eval_games, args.eval_temperature, args.lora_rank) == (7, 0, 8)
-    assert refused("--eval_only", "--out", run, "--total_updates=90").startswith(
-        f"--total_updates 90: the run in {run} has 45; leave it out"
+    assert refused("--eval_only", "--out", run, "--total_updates=45").startswith(
+        f"--total_updates 45: the run in {run} has 90; leave it out"
     )

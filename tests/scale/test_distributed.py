@@ -167,11 +167,12 @@ def replay(episodes):
 
 
 def algorithm_1(episodes):
-    """Run two loops of Algorithm 1. Return the log."""
+    """Run two loops of Algorithm 1, with GRPO, with PPO, and with a buffer of B's and A's batches."""
     lines = []
-    for algo in ("grpo", "ppo"):
-        policy, world = agent(1e-3), toy_world(config_of(algo).episodes_per_task)
-        rspo.train(policy, world, CountingScorer(), config_of(algo), lambda *line: lines.append(line))
+    both = dict(buffer_source="both", buffer_keep=99, replay_strategy="positive")
+    for config in (config_of("grpo"), config_of("ppo"), config_of("gigpo", **both)):
+        policy, world = agent(1e-3), toy_world(config.episodes_per_task)
+        rspo.train(policy, world, CountingScorer(), config, lambda *line: lines.append(line))
         check_alike([policy.logits])
     return [
         (agent, episode_metrics(groups, "outcome"), without_times(metrics), updates)
