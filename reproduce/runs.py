@@ -29,6 +29,7 @@ from reproduce.arms import ARMS, STARTS, Experiment
 from scale.plan import loop_size
 
 ROOT = Path(__file__).parent.parent
+UPDATES = 45  # of published RSPO, unless a preset or a flag says otherwise
 PANELS = 7  # evaluations of a run, besides the one at its start
 MULTIPLE = 2520  # a number of updates that every k up to 10 divides, to read flags before it is known
 LAST_LINES = 5  # of the console of a failed run
@@ -89,6 +90,8 @@ def args_of(scale: list[str], start: str, arm: str) -> Args:
     evaluate PANELS times.
     """
     common = [*scale, *STARTS[start].split()]
+    if "--preset" not in scale:
+        common = ["--total_updates", str(UPDATES), *common]
     published = read_quietly(common)
     budget = loop_size(published)["episodes"] * loop_size(published)["loops"]
     flags = ARMS[arm].flags.format(**derived(published)).split()

@@ -179,9 +179,7 @@ def test_a_preparing_run_has_the_start_of_its_arms(tmp_path):
     (run, *_) = plan_runs([EXPERIMENTS["states"]], ["--warm_start", "20"], [7], tmp_path).values()
     own, source = (json.loads(config_text(args)) for args in (run.args, run.source.args))
     different = {name for name in own if own[name] != source[name]}
-    assert different == {
-        "method", "k", "total_updates", "tasks_per_update", "group_size", "eval_games", "eval_every"
-    }  # fmt: skip
+    assert different == {"method", "k", "total_updates", "tasks_per_update", "group_size", "eval_games"}
 
 
 def test_the_cost_counts_played_and_trained_episodes():
