@@ -102,6 +102,9 @@ class Config:
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2
     """epsilon: half width of the clip interval [c - epsilon, c + epsilon]."""
+    clip_centre: Literal["moving", "one"] = "moving"
+    """Centre of the clip interval of replayed tokens. moving: c = pi_old / pi_B. one: 1 as in PPO, a control
+    that is not in the paper."""
     max_centre: float | None = None
     """Leave replayed tokens whose centre c = pi_old / pi_B is above this, or below its inverse, out of J_off.
     Not in the paper. Default: none is left out"""

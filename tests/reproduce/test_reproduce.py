@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.__main__ import main, parser, quick, scale_of
+from reproduce.__main__ import experiments_at, main, parser, scale_of
 from reproduce.arms import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,7 +43,15 @@ def test_the_list_has_every_experiment_with_its_cost(capsys):
 
 
 def test_a_quick_experiment_has_one_start():
-    assert len(quick(EXPERIMENTS["pays"]).starts) == 1
+    assert {one.starts for one in experiments_at(["--env", "household"], quick=True).values()} == {
+        ("default",)
+    }
+    assert len(experiments_at(["--env", "household"], quick=False)["pays"].starts) == 4
+
+
+def test_only_the_tiny_model_on_household_has_several_starts():
+    flags = ["--warm_start", "0"]
+    assert experiments_at(flags, quick=False)["pays"].starts == ("default",)
 
 
 def test_each_scale_has_a_folder_of_its_own():

@@ -179,11 +179,13 @@ def test_a_preparing_run_has_the_start_of_its_arms(tmp_path):
     (run, *_) = plan_runs([EXPERIMENTS["states"]], ["--warm_start", "20"], [7], tmp_path).values()
     own, source = (json.loads(config_text(args)) for args in (run.args, run.source.args))
     different = {name for name in own if own[name] != source[name]}
-    assert different == {"method", "k", "total_updates", "tasks_per_update", "group_size", "eval_games"}
+    assert different == {
+        "method", "k", "total_updates", "tasks_per_update", "group_size", "eval_games", "eval_every"
+    }  # fmt: skip
 
 
 def test_the_cost_counts_played_and_trained_episodes():
     # GRPO, 3 updates of 64 fresh episodes, evaluated at the start and at the end:
-    # 5 + 2 * 0.9 + 192 * 0.004 + 192 * 0.011 = 9.68
+    # 5 + 2 * 1 + 192 * 0.004 + 192 * 0.014 = 10.456
     args = prepare(["--method", "outcome", "--total_updates", "3", "--eval_every", "3"])
-    assert runs.core_seconds(Run(None, args, Run(None, args))) == pytest.approx(9.68)
+    assert runs.core_seconds(Run(None, args, Run(None, args))) == pytest.approx(10.456)

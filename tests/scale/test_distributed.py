@@ -622,7 +622,7 @@ def run_of_two(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_of_two_ranks_equals_the_run_of_one(run_of_two, tmp_path):
     status, _, errors = end(
-        begin([sys.executable, "train.py"], total_updates=1, out=tmp_path / "one", **TINY)
+        begin([sys.executable, "train.py", "--ranks=1"], total_updates=1, out=tmp_path / "one", **TINY)
     )
     assert status == 0, errors
     for name in ("start/model.safetensors", "reward_model/model.safetensors"):
@@ -644,7 +644,7 @@ def test_a_run_of_two_ranks_equals_the_run_of_one(run_of_two, tmp_path):
 def test_a_run_resumes_with_another_number_of_ranks_and_ends_if_one_is_killed(run_of_two, tmp_path, number):
     folder = tmp_path / "on"
     shutil.copytree(run_of_two, folder)
-    command = [sys.executable, "train.py", "--resume", f"--out={folder}"]
+    command = [sys.executable, "train.py", "--resume", "--ranks=1", f"--out={folder}"]
     status, _, errors = end(begin(command, total_updates=2))
     assert status == 0, errors
     assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # lines after the checkpoint are removed
