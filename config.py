@@ -75,7 +75,7 @@ class Config:
     last groups. rspo_o: B is trained on outcome rewards too."""
     algo: Literal["grpo", "gigpo", "ppo"] = "grpo"
     """Estimator of the advantages."""
-    total_updates: int = 90
+    total_updates: int = 150
     """Updates of A; a multiple of k. Updates of B are not counted."""
     k: int = 3
     """k: updates per phase, first of B, then of A."""

@@ -84,6 +84,8 @@ def check_folder(folder: Path) -> None:
             with explained(f"{folder / name} is damaged", COPY):
                 check_no_pointer(folder / name)
                 json.loads((folder / name).read_text(encoding="utf-8"))
+    if (folder / "adapter_config.json").is_file() and not any(folder.glob("adapter_model.*")):
+        raise ValueError(f"{folder} has no adapter_model.safetensors; {COPY}")
     for file in weight_files(folder):
         with explained(f"{file} is damaged", COPY):
             check_no_pointer(file)
@@ -112,17 +114,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_no_pointer(file: Path) -> None:
+    """Raise ValueError for a file that holds only the address of its content: a clone without Git LFS."""
     with file.open("rb") as stream:
         if stream.read(len(POINTER)) == POINTER:
-            raise ValueError("it is a git-lfs pointer, not the file; run git lfs pull")
+            raise ValueError(f"its {file.name} is a pointer of Git LFS; run git lfs pull in its repository")
 
 
 def base_of_adapter(folder: Path) -> str:
     """Return the folder or the hub id of the model that an adapter was trained on."""
     file = folder / "adapter_config.json"
-    with explained(f"{file} does not name the model it was trained on", "set base_model_name_or_path in it"):
-        start = json.loads(file.read_text())["base_model_name_or_path"] or ""
-        if not start:
+    with explained(f"its {file.name} names no base model", "add base_model_name_or_path to it"):
+        start = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if not start or not isinstance(start, str):
             raise ValueError("base_model_name_or_path is empty")
     if (folder / start).is_dir():  # relative to the adapter
         start = str((folder / start).resolve())
@@ -130,9 +133,7 @@ def base_of_adapter(folder: Path) -> str:
     if start.startswith("/") and not Path(start).is_dir() and own_start.is_dir():  # the run folder was moved
         start = str(own_start.resolve())
     if start.startswith(("/", ".", "~")) and not Path(start).is_dir():
-        raise ValueError(f"its base {start} is not there; correct base_model_name_or_path in {file}")
-    if not any(folder.glob("adapter_model.*")):
-        raise ValueError(f"{folder} has no adapter_model.safetensors; {COPY}")
+        raise ValueError(f"its base model {start} is missing; correct its {file.name}")
     if (Path(start) / "adapter_config.json").is_file():
         raise ValueError(f"its base {start} is an adapter too; merge that into its own base first")
     return start
