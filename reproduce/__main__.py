@@ -162,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     command = shlex.join(["python", "-m", "reproduce", *argv])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kill stops the runs, as Ctrl-C does
+    # A kill stops the runs, as Ctrl-C does. In a script's background they would inherit an ignored SIGINT.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         failed = run_all(runs, args.processes)
     except KeyboardInterrupt:

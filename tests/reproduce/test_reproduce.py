@@ -1,8 +1,10 @@
 """`python -m reproduce`: usage errors, the list, and one experiment from nothing."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,28 @@ def test_only_the_tiny_model_on_household_has_several_starts():
 def test_each_scale_has_a_folder_of_its_own():
     names = [scale_of(parser().parse_args(["k", *more]), [])[0] for more in ([], ["--quick"])]
     assert names == ["household", "household-quick"]
+
+
+@pytest.mark.slow
+def test_a_kill_stops_the_runs_also_in_the_background_of_a_shell(tmp_path):
+    command = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `command &` in a script does
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    console = tmp_path / "household-quick" / "runs" / "default" / "start-s0" / "console.log"
+    while not (console.exists() and "run folder" in console.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error.startswith(
+        "stopped; continue with: python -m reproduce states"
+    )
+    assert "stopped; resume with" in console.read_text()
 
 
 @pytest.mark.slow
