@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+OLD_NAMES = {"total_steps": "total_updates", "tasks_per_step": "tasks_per_update"}  # still accepted
 LARGEST_COUNT = 10**9  # a larger whole number is a slip
 
 RANGES = {  # (lowest, highest) value, here and in flags.Args; every other number must be above 0

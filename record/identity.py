@@ -79,6 +79,14 @@ def of_base(base) -> dict:
     }
 
 
+def of_evaluated(base, saved: Checkpoint | None) -> dict:
+    """Return the fingerprints of an evaluated policy: of its base and, if there is one, of its checkpoint."""
+    parts = of_base(base)
+    if saved:
+        parts["checkpoint"] = of_tensors(saved.tensors["policy"])
+    return parts
+
+
 def of_reward_model(model) -> dict:
     """Return the fingerprint of a fitted step reward model and of its tokenizer, by part."""
     weights, tokenizer = of_tensors(model.state_dict()), of_tokenizer(model.chat.tokenizer)

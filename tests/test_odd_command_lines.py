@@ -107,6 +107,7 @@ def write_places(folder):
     for name, text in ADAPTERS.items():
         write_files(folder / "adapters" / name, {**ADAPTER, "adapter_config.json": text})
     write_files(folder / "configs", CONFIGS)
+    os.mkfifo(folder / "fifo")
     (folder / "configs" / "binary.json").write_bytes(b"\xff\xfe\x00")
     write_run(folder / "run")
     write_run(folder / "damaged", checkpoint='{"updates": 3}')
@@ -267,7 +268,9 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--resume --out run --resume_from update_3", "--out run", "there are: update_000003"),
     ("--resume --out run --resume_from run", "--out run", "there are: update_000003"),
     ("--resume --out damaged", "--out damaged", "state.json does not match its checksum"),
-    ("--resume_from update_000003", "--resume_from update_000003", "needs --resume; add it"),
+    ("--out ~nosuch/x", "--out ~nosuch/x", "begins with ~, which is not expanded; give the full path"),
+    ("--config fifo", "--config fifo", "is not a regular file; give the config.json of a run"),
+    ("--resume_from update_000003", "--resume_from update_000003", "needs --resume, or --eval_only"),
     ("--eval_only", "--eval_only", "give a run with --out, or a --model"),
     ("--eval_only --out empty", "--out empty", "or start a run without --eval_only"),
     ("--eval_only --out new --model a/b", "--out new", "leave it out"),
