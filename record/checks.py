@@ -5,6 +5,7 @@ Every check takes `flags.Args` and raises `UsageError`. torch is imported only i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from envs import Corpus, Env
 from record.command_line import UsageError, refuse, text_of
+from record.model_checks import base_of_adapter, check_fetched, read_json
 from scale import launch
 
 
@@ -111,7 +113,15 @@ def check_package(package: str, flag: str) -> None:
 HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 WEIGHTS = ("*.safetensors", "*.bin")
 SETTINGS = {"config.json", "adapter_config.json"}
-LFS_POINTER = b"version https://git-lfs"
+
+
+@contextlib.contextmanager
+def refused(args, name: str):
+    """Raise a ValueError as a UsageError of this flag."""
+    try:
+        yield
+    except ValueError as error:
+        refuse(args, name, str(error))
 
 
 def check_model(args, name: str) -> None:
@@ -136,21 +146,27 @@ def check_model(args, name: str) -> None:
     check_that_it_acts(args, name, files)
     if not files & SETTINGS:
         refuse(args, name, "the folder has no config.json; give a folder written by save_pretrained")
-    if "adapter_config.json" in files:
-        check_base_of_adapter(args, name, read_object(args, name, "adapter_config.json"))
-    else:
-        read_object(args, name, "config.json")
+    with refused(args, name):
+        if "adapter_config.json" in files:
+            base_of_adapter(path)
+        else:
+            read_json(path / "config.json")
     if args.plan:
         return
-    for file in sorted(files):
-        refuse_lfs_pointer(args, name, file)
+    with refused(args, name):
+        for file in sorted(path.iterdir()):
+            if file.is_file():
+                check_fetched(file)
     if not any(fnmatch(file, pattern) for file in files for pattern in WEIGHTS):
         refuse(args, name, "the folder has no weights; copy its *.safetensors files into it")
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"}:
         refuse(args, name, "the folder has no tokenizer; copy the tokenizer files of its base model into it")
-    if "tokenizer.json" in files:
-        read_object(args, name, "tokenizer.json")
-    settings = read_object(args, name, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    settings = {}
+    with refused(args, name):
+        if "tokenizer.json" in files:
+            read_json(path / "tokenizer.json")
+        if "tokenizer_config.json" in files:
+            settings = read_json(path / "tokenizer_config.json")
     if not files & {"chat_template.jinja", "chat_template.json"} and not settings.get("chat_template"):
         why = "the folder has no chat template; use an instruct model, or add a chat_template.jinja"
         refuse(args, name, why)
@@ -179,43 +195,6 @@ def made_of_tiny_model(run: Path) -> bool:
         return json.loads((run / "config.json").read_text(encoding="utf-8"))["model"] == "tiny"
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-def refuse_lfs_pointer(args, name: str, file: str) -> None:
-    """Raise UsageError for a file that holds only the address of its content: a clone without Git LFS."""
-    path = Path(getattr(args, name), file)
-    if path.is_file():
-        with open(path, "rb") as opened:
-            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-                refuse(args, name, f"its {file} is a pointer of Git LFS; run git lfs pull in its repository")
-
-
-def read_object(args, name: str, file: str) -> dict:
-    """Return the JSON object in a file of a model's folder. Raises UsageError that names the file."""
-    refuse_lfs_pointer(args, name, file)
-    try:
-        found = json.loads(Path(getattr(args, name), file).read_text(encoding="utf-8"))
-        why = "" if isinstance(found, dict) else "it holds no JSON object"
-    except (OSError, ValueError, RecursionError) as error:
-        why = str(error)
-    if why:
-        refuse(args, name, f"its {file} is damaged ({why}); copy the file again")
-    return found
-
-
-def check_base_of_adapter(args, name: str, settings: dict) -> None:
-    """Raise UsageError unless an adapter's settings name a base model, and its folder exists.
-
-    The policy of a run that was moved finds the run's start/ beside it.
-    """
-    base = settings.get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        why = "its adapter_config.json names no base model; add base_model_name_or_path to it"
-        refuse(args, name, why)
-    moved = Path(getattr(args, name)).parent / "start"
-    if base.startswith(("/", ".", "~")) and not Path(base).is_dir() and not moved.is_dir():
-        why = f"its base model {text_of(base)} is missing; correct its adapter_config.json"
-        refuse(args, name, why)
 
 
 def check_tiny(args, env: Env) -> None:

@@ -219,7 +219,7 @@ def test_a_chat_template_may_be_part_of_the_tokenizer_config(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     flags.prepare(["--model", str(tmp_path), "--dtype=float32"])
     (tmp_path / "tokenizer_config.json").write_text("{")
-    assert "its tokenizer_config.json is damaged" in refused("--model", str(tmp_path))
+    assert "tokenizer_config.json is damaged" in refused("--model", str(tmp_path))
 
 
 # --- the parser and its help --------------------------------------------------------------------------------

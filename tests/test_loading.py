@@ -189,11 +189,11 @@ REFUSED = {  # what is done to the folder: a pattern of the message after "--mod
     "truncated weights": (lambda folder: truncate(folder, WEIGHTS), r"model\.safetensors is damaged"),
     "a git-lfs pointer as weights": (
         lambda folder: (folder / WEIGHTS).write_text(POINTER),
-        r"model\.safetensors is damaged \(it is a git-lfs pointer",
+        r"model\.safetensors is a git-lfs pointer; run git lfs pull in its repository",
     ),
     "a git-lfs pointer as tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text(POINTER),
-        r"tokenizer\.json is damaged \(it is a git-lfs pointer",
+        r"tokenizer\.json is a git-lfs pointer; run git lfs pull in its repository",
     ),
     "broken config.json": (lambda folder: truncate(folder, "config.json"), r"config\.json is damaged"),
     "broken generation_config.json": (
@@ -303,8 +303,11 @@ def change_weights(change):
 
 
 REFUSED_ADAPTERS = {  # what is done to the folder: a pattern of the message
-    "no base": (change_config(base_model_name_or_path=None), "does not name the model it was trained on"),
-    "an empty base": (change_config(base_model_name_or_path=""), "base_model_name_or_path is empty"),
+    "no base": (
+        change_config(base_model_name_or_path=None),
+        "names no base model; set base_model",
+    ),
+    "an empty base": (change_config(base_model_name_or_path=""), "names no base model"),
     "a base that is gone": (
         change_config(base_model_name_or_path="/nowhere/base"),
         r"its base /nowhere/base is not there; correct base_model_name_or_path in .*adapter_config\.json",
