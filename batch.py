@@ -146,15 +146,13 @@ def gather_columns(rows: list[Row], places: list[int], names: list[str]) -> None
     mine = [row for i, row in enumerate(rows) if i in local]
     others = [row for i, row in enumerate(rows) if i not in local]
     is_mine = torch.tensor([i in local for i, row in enumerate(rows) for _ in range(row.action_tokens)])
-    sums = torch.zeros(len(names), len(is_mine) + 1)  # 0 at the tokens of other ranks
-    for name, total in zip(names, sums, strict=True):
+    for name in names:
+        values = torch.zeros(len(is_mine) + 1)  # the last one counts the ranks that have set the column
         if mine and getattr(mine[0], name) is not None:
-            total[:-1][is_mine] = take(mine, name)
-            total[-1] = 1  # this rank has set the column
-    distributed.sum_tensor(sums)
-    for name, total in zip(names, sums, strict=True):
-        if total[-1]:
-            put(others, name, total[:-1][~is_mine])
+            values[:-1][is_mine], values[-1] = take(mine, name), 1
+        distributed.sum_tensor(values)
+        if values[-1]:
+            put(others, name, values[:-1][~is_mine])
 
 
 def split_rows(rows: list[Row], parts: int, rng: random.Random) -> list[list[Row]]:

@@ -75,7 +75,7 @@ class Config:
     last groups. rspo_o: B is trained on outcome rewards too."""
     algo: Literal["grpo", "gigpo", "ppo"] = "grpo"
     """Estimator of the advantages."""
-    total_updates: int = 90
+    total_updates: int = 150
     """Updates of A; a multiple of k. Updates of B are not counted."""
     k: int = 3
     """k: updates per phase, first of B, then of A."""
@@ -102,6 +102,9 @@ class Config:
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2
     """epsilon: half width of the clip interval [c - epsilon, c + epsilon]."""
+    clip_centre: Literal["moving", "one"] = "moving"
+    """Centre of the clip interval of replayed tokens. moving: c = pi_old / pi_B. one: 1 as in PPO, a control
+    that is not in the paper."""
     max_centre: float | None = None
     """Leave replayed tokens whose centre c = pi_old / pi_B is above this, or below its inverse, out of J_off.
     Not in the paper. Default: none is left out"""

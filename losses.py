@@ -146,6 +146,7 @@ def clipped_surrogate(
     advantages: Tensor,
     mask: Tensor,
     clip_eps: float,
+    moving_centre: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """-min(r A, clip(r, c - eps, c + eps) A) per token   (Eq. 3-4; Queeney et al. 2021)
 
@@ -156,13 +157,15 @@ def clipped_surrogate(
 
     All tensors are (B, T); mask bool. Returns the loss (B, T), 0 where masked, and the mask of clipped tokens
     (B, T) bool. A token is clipped if A > 0 and r > c + eps, or A < 0 and r < c - eps; its gradient is then
-    0. The gradient of any other token is -A r grad log pi.
+    0. The gradient of any other token is -A r grad log pi. Without `moving_centre` the interval is
+    [1 - eps, 1 + eps] for every token, a control that is not in the paper.
     """
     _check(mask, logprobs, old_logprobs, behavior_logprobs, advantages)
     c = _log_ratio(old_logprobs, behavior_logprobs, mask).exp().detach()
     r = c * _log_ratio(logprobs, old_logprobs.detach(), mask).exp()  # so pi = pi_old gives r = c exactly
     advantages = torch.where(mask, _fp32(advantages), 0.0)
-    low, high = c - clip_eps, c + clip_eps
+    centre = c if moving_centre else torch.ones_like(c)
+    low, high = centre - clip_eps, centre + clip_eps
     loss = -torch.minimum(r * advantages, r.clamp(low, high) * advantages)
     clipped = torch.where(advantages > 0, r > high, (advantages < 0) & (r < low))
     return loss, clipped

@@ -178,7 +178,8 @@ def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals
     mask, count = batch.action_mask, batch.action_mask.sum()
     old, advantages = batch.column("old_logprobs"), batch.column("advantages")
     behavior = old if source == "on" else batch.column("behavior_logprobs")  # fresh: pi_b = pi_old, so c = 1
-    loss, clipped = losses.clipped_surrogate(logprobs, old, behavior, advantages, mask, config.clip_eps)
+    columns, moves = (logprobs, old, behavior, advantages, mask), config.clip_centre == "moving"
+    loss, clipped = losses.clipped_surrogate(*columns, config.clip_eps, moves)
     totals.add(f"policy_loss_{source}", loss.detach().sum(), count)
     totals.add(f"clip_fraction_{source}", clipped.sum(), count)
     if source == "off":

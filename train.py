@@ -167,7 +167,7 @@ def explained_endings(command: str = ""):
 
 
 def end_hanging_run(why: str, command: str = "") -> None:
-    """Print why the run ends, and end this process from a thread. torchrun then ends the other ranks."""
+    """Print why the run ends, and end this process from a thread. The launcher ends the other ranks."""
     text = f"error: {why}" + (f"; resume with: {command}" if command else "")
     speaker = threading.Thread(target=distributed.print_once, args=[text], daemon=True)
     speaker.start()

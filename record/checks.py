@@ -313,7 +313,7 @@ def reads_buffer_tasks(args) -> bool:
 
 TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
     buffer_source buffer_keep replay_strategy replay_unit
-    clip_eps max_centre kl_coef entropy_coef reward_scale invalid_penalty
+    clip_eps clip_centre max_centre kl_coef entropy_coef reward_scale invalid_penalty
     reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
@@ -328,7 +328,8 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "without --eval_only",
     ),
     (
-        "off_policy_fraction buffer_source buffer_tasks buffer_keep replay_strategy replay_unit max_centre",
+        """off_policy_fraction buffer_source buffer_tasks buffer_keep replay_strategy replay_unit max_centre
+        clip_centre""",
         lambda args: args.replays,
         "with --method rspo, rspo_h or rspo_o",
     ),

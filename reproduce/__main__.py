@@ -22,12 +22,22 @@ from record.checkpoint import write_text
 from reproduce import figure, tables
 from reproduce.arms import EXPERIMENTS, Experiment
 from reproduce.markdown import markdown
-from reproduce.runs import Plan, check_same, core_seconds, plan_runs, run_all, with_preparing_runs
+from reproduce.runs import (
+    Plan,
+    check_same,
+    core_seconds,
+    plan_runs,
+    read_quietly,
+    run_all,
+    with_preparing_runs,
+)
 
 # One start and one seed of a short run: it checks the command, not the claims.
 QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episodes 600
     --reward_model_episodes 300"""
 
+# A run of a tiny model: one core, and 45 updates of published RSPO (6,720 episodes on Household)
+TINY_RUN = ["--threads", "1", "--ranks", "1", "--total_updates", "45"]
 SET_BY_ARMS = ["method", "algo", "seed", "eval_every", "resume", "resume_from", "eval_only", "plan"]
 
 
@@ -70,23 +80,23 @@ def scale_of(args: argparse.Namespace, more: list[str]) -> tuple[str, list[str]]
 
     more: flags of train.py from the command line.
     """
-    flags = ["--preset", args.preset] if args.preset else ["--env", args.env]
-    flags += more
-    for name in COMMAND_LINE.read(flags):
-        if name in SET_BY_ARMS:
-            raise UsageError(f"--{name}: the experiments set it; leave it out (--seeds sets the seeds)")
     name = args.preset or args.env
+    flags = ["--preset", name] if args.preset else ["--env", name, *TINY_RUN]
     if args.quick:
-        name, flags = f"{name}-quick", QUICK.split() + flags
+        name, flags = f"{name}-quick", flags + QUICK.split()
+    for flag in COMMAND_LINE.read(more):
+        if flag in SET_BY_ARMS:
+            raise UsageError(f"--{flag}: the experiments set it; leave it out (--seeds sets the seeds)")
+    flags += more
     prepare(flags)  # prints warnings of likely slips, once
     return name, flags
 
 
-def list_experiments(scale: list[str], seeds: list[int]) -> None:
+def list_experiments(experiments: dict[str, Experiment], scale: list[str], seeds: list[int]) -> None:
     """Print the experiments with their runs and the estimated cost on Household."""
     print(f"{'NAME':8} {'runs':>5} {'core hours':>11}  question (cost: the tiny model on Household)")
     everything: dict[Path, float] = {}
-    for name, experiment in EXPERIMENTS.items():
+    for name, experiment in experiments.items():
         runs = with_preparing_runs(plan_runs([experiment], scale, seeds, Path("runs")))
         cost = {run.folder: core_seconds(run) for run in runs}
         everything |= cost
@@ -95,10 +105,12 @@ def list_experiments(scale: list[str], seeds: list[int]) -> None:
     print(f"{'all':8} {len(everything):5} {hours:11.1f}  arms that experiments share are run once")
 
 
-def quick(experiment: Experiment) -> Experiment:
-    """Return the experiment with one of its starts, the middle one."""
-    middle = experiment.starts[len(experiment.starts) // 2]
-    return dataclasses.replace(experiment, starts=(middle,))
+def experiments_at(scale: list[str], quick: bool) -> dict[str, Experiment]:
+    """Return the experiments, with one start if they are quick, or if no Household game makes the others."""
+    flags = read_quietly(scale)
+    if flags.env == "household" and flags.warm_start and not quick:
+        return EXPERIMENTS
+    return {name: dataclasses.replace(one, starts=("default",)) for name, one in EXPERIMENTS.items()}
 
 
 def write_results(
@@ -123,11 +135,12 @@ def plan_of(args: argparse.Namespace, more: list[str]) -> tuple[dict[str, Experi
     if args.processes < 1:
         raise UsageError(f"--processes {args.processes}: must be 1 or more; or leave it out")
     seeds = read_seeds(args.seeds)
-    experiments = EXPERIMENTS if args.name == "all" else {args.name: EXPERIMENTS[args.name]}
+    scale_name, scale = scale_of(args, more)
+    experiments = experiments_at(scale, args.quick)
+    if args.name != "all":
+        experiments = {args.name: experiments[args.name]}
     if args.quick:
         seeds = seeds[:1]
-        experiments = {name: quick(experiment) for name, experiment in experiments.items()}
-    scale_name, scale = scale_of(args, more)
     folder = args.out / scale_name
     return experiments, seeds, folder, plan_runs(list(experiments.values()), scale, seeds, folder / "runs")
 
@@ -138,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     args, more = parser().parse_known_args(argv)
     try:
         if args.list:
-            list_experiments(scale_of(args, more)[1], read_seeds(args.seeds))
+            _, scale = scale_of(args, more)
+            list_experiments(experiments_at(scale, args.quick), scale, read_seeds(args.seeds))
             return 0
         experiments, seeds, folder, plan = plan_of(args, more)
         runs = with_preparing_runs(plan)
@@ -148,7 +162,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     command = shlex.join(["python", "-m", "reproduce", *argv])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kill stops the runs, as Ctrl-C does
+    # A kill stops the runs, as Ctrl-C does. In a script's background they would inherit an ignored SIGINT.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         failed = run_all(runs, args.processes)
     except KeyboardInterrupt:

@@ -62,9 +62,17 @@ class Experiment:
     leads: tuple[Claim, ...] = ()
 
 
-STARTS = {  # flags that change the starting model, by name
-    "default": "",
+STARTS = {  # flags that change the starting model, by name; Household only, other environments have "default"
+    "sparse": "--faithful_share 0.05",
+    "default": "",  # --faithful_share 0.15
+    "easier": "--faithful_share 0.45",
+    "hesitating": "--faithful_share 1 --expert_share 0.5 --hesitation_share 0.45",
 }
+
+# Replay of episodes with A_off > 0 only, from a buffer that keeps its newest groups over loops
+POSITIVE = "--replay_strategy positive --buffer_keep {keep} --off_policy_fraction"
+CHEAP = f"--buffer_source phase1 {POSITIVE} 1/4"  # the preset cheap-swap
+BOTH = f"--buffer_source both {POSITIVE} 1/2"
 
 ARMS = {
     "grpo": Arm("GRPO", "--method outcome"),
@@ -91,6 +99,13 @@ ARMS = {
     "alpha-1-2": Arm("RSPO, α = 1/2", "--off_policy_fraction 1/2 --tasks_per_update 16 --buffer_tasks 28"),
     "grpo-tasks": Arm("GRPO, more tasks an update", "--method outcome --tasks_per_update {more_tasks}"),
     "grpo-steps": Arm("GRPO, twice the optimizer steps", "--method outcome --minibatch_turns {half_turns}"),
+    "cheap": Arm("cheap swap", CHEAP),
+    "cheap-o": Arm("cheap swap, B on outcomes", f"--method rspo_o {CHEAP}"),
+    "cheap-clip": Arm("cheap swap, clip centred at 1", f"{CHEAP} --clip_centre one"),
+    "both": Arm("B's episodes and A's own", BOTH),
+    "history": Arm("A's own history, no B", f"--method rspo_h {POSITIVE} 1/2"),
+    "cheap-gigpo": Arm("cheap swap + GiGPO", f"--algo gigpo {CHEAP}"),
+    "both-gigpo": Arm("B's episodes and A's own + GiGPO", f"--algo gigpo {BOTH}"),
 }
 
 TABLE1 = (
@@ -239,17 +254,47 @@ EXPERIMENTS = {
     ),
     "pays": Experiment(
         "When does the swap pay for its episodes?",
-        ("grpo", "grpo-tasks", "grpo-steps", "rspo", "rspo_o", "gigpo", "rspo-gigpo"),
+        (
+            *(
+                "grpo",
+                "grpo-tasks",
+                "grpo-steps",
+                "rspo",
+                "rspo_o",
+                "cheap",
+                "cheap-o",
+                "both",
+                "history",
+                "cheap-clip",
+            ),
+            *("gigpo", "rspo-gigpo", "cheap-gigpo", "both-gigpo"),
+        ),
         (
             Claim("the published swap is ahead of GRPO", "rspo", "grpo"),
-            Claim("it is ahead of GRPO with more tasks an update (is it the data?)", "rspo", "grpo-tasks"),
-            Claim("it is ahead of GRPO with twice the optimizer steps", "rspo", "grpo-steps"),
-            Claim("it is ahead of RSPO_O (is it the dense reward?)", "rspo", "rspo_o"),
+            Claim("the published swap is ahead of RSPO_O (is it the dense reward?)", "rspo", "rspo_o"),
+            Claim("the cheap swap is ahead of GRPO", "cheap", "grpo"),
+            Claim("the cheap swap is ahead of the published swap", "cheap", "rspo"),
+            Claim(
+                "the cheap swap is ahead of itself with B on outcomes (is it the dense reward?)",
+                "cheap",
+                "cheap-o",
+            ),
+            Claim("the cheap swap is ahead of A's own history (is it the replay?)", "cheap", "history"),
+            Claim("the cheap swap is ahead of GRPO with more tasks (is it the data?)", "cheap", "grpo-tasks"),
+            Claim("the cheap swap is ahead of GRPO with twice the optimizer steps", "cheap", "grpo-steps"),
+            Claim("the cheap swap is ahead of itself with the clip centred at 1", "cheap", "cheap-clip"),
+            Claim("both sources are ahead of the cheap swap", "both", "cheap"),
             Claim("GiGPO with the published swap is ahead of GiGPO", "rspo-gigpo", "gigpo"),
+            Claim("GiGPO with the cheap swap is ahead of GiGPO", "cheap-gigpo", "gigpo"),
+            Claim("GiGPO with both sources is ahead of GiGPO", "both-gigpo", "gigpo"),
         ),
+        starts=("sparse", "default", "easier", "hesitating"),
         leads=(
             Claim("the published swap is ahead of GRPO", "rspo", "grpo"),
-            Claim("GiGPO with the published swap is ahead of GiGPO", "rspo-gigpo", "gigpo"),
+            Claim("the cheap swap is ahead of GRPO", "cheap", "grpo"),
+            Claim("both sources are ahead of GRPO", "both", "grpo"),
+            Claim("A's own history is ahead of GRPO", "history", "grpo"),
+            Claim("GiGPO with the cheap swap is ahead of GiGPO", "cheap-gigpo", "gigpo"),
         ),
     ),
 }

@@ -126,9 +126,9 @@ def with_preparing_runs(plan: Plan) -> list[Run]:
     return list(runs.values())
 
 
-# Measured: household, one thread of machine 2 (docs/RESULTS.md).
-SECONDS_TO_START, SECONDS_TO_PREPARE, SECONDS_PER_PANEL = 5.0, 50.0, 0.9
-SECONDS_PER_EPISODE, SECONDS_PER_TRAINED_EPISODE = 0.004, 0.011  # of playing and of training
+# CPU seconds on Household, one thread of machine 2 (docs/RESULTS.md), measured with other work beside
+SECONDS_TO_START, SECONDS_TO_PREPARE, SECONDS_PER_PANEL = 5.0, 60.0, 1.0
+SECONDS_PER_EPISODE, SECONDS_PER_TRAINED_EPISODE = 0.004, 0.014  # of playing and of training
 
 
 def core_seconds(run: Run) -> float:
@@ -184,6 +184,8 @@ def start_process(run: Run) -> subprocess.Popen:
     """Start train.py, or continue it. What it prints is appended to console.log of the run folder."""
     make_folder(run)
     command = [sys.executable, str(ROOT / "train.py"), "--resume", "--out", str(run.folder.resolve())]
+    if run.args.model == "tiny" and run.args.ranks == "auto":
+        command.append("--ranks=1")  # the cores serve several runs, and no number depends on their count
     with open(run.folder / "console.log", "a") as console:
         return subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, start_new_session=True)
 

@@ -9,8 +9,8 @@ exchanged over gloo, gradients on a GPU over the GPU's own backend.
 With one process nothing is started, and every function of this module returns its argument or does nothing.
 
 A rank that fails prints its error and ends. This breaks the connections of the others, which raises
-`RankLost` there; torchrun ends them too. A rank that hangs breaks no connection: `watch` ends the others when
-no rank makes progress. Left out: sharded models, weights that differ between ranks, ranks that rejoin.
+`RankLost` there; the launcher ends them too. A rank that hangs breaks no connection: `watch` ends the others
+when no rank makes progress. Left out: sharded models, weights that differ between ranks, ranks that rejoin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from scale import launch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
-# Others wait while rank 0 fits a model. A dead rank is noticed at once, a rank that hangs by `watch`.
+# Others wait while rank 0 writes a checkpoint. A dead rank is noticed at once, a rank that hangs by `watch`.
 TO_ANSWER = datetime.timedelta(days=2)
 TO_PRINT = datetime.timedelta(seconds=10)
 BUCKET = 2**26  # gradient elements per all-reduce: 256 MB in fp32
@@ -71,7 +71,7 @@ def start() -> None:
 
 
 def _stop(*_) -> None:
-    """Treat SIGTERM like Ctrl-C: torchrun sends it to the remaining ranks when one has ended."""
+    """Treat SIGTERM like Ctrl-C: the launcher sends it to the remaining ranks when one has ended."""
     _stop_once()
     raise KeyboardInterrupt
 
@@ -160,8 +160,8 @@ class Progress:
     """Counts, in the ranks' store, the seconds in which some rank has made progress.
 
     A rank makes progress when it leaves a collective, and while it is outside of one and its main thread
-    moves: its stack differs from that of the last look. So rank 0 may fit a model for hours while the others
-    wait for it. A stopped process makes no progress, nor does a call that never returns.
+    moves: its stack differs from that of the last look. So rank 0 may work for hours while the others wait
+    for it. A stopped process makes no progress, nor does a call that never returns.
     """
 
     def __init__(self):

@@ -325,8 +325,8 @@ def test_a_fraction_is_a_number():
 
 
 def test_the_later_of_two_flags_wins():
-    args = flags.parse(["--k=5", "--k=9", "--eval_splits", "a", "b", "--eval_splits", "c"])
-    assert (args.k, args.eval_splits) == (9, ("c",))
+    args = flags.parse(["--k=5", "--k=10", "--eval_splits", "a", "b", "--eval_splits", "c"])
+    assert (args.k, args.eval_splits) == (10, ("c",))
 
 
 # --- defaults -----------------------------------------------------------------------------------------------
@@ -586,6 +586,6 @@ def test_an_evaluation_may_change_the_games_and_nothing_of_the_policy(tmp_path):
     run = saved_run(tmp_path / "run", lora_rank=8)
     args = flags.prepare(["--eval_only", "--out", run, "--eval_games=7", "--eval_temperature=0"])
     assert (args.eval_games, args.eval_temperature, args.lora_rank) == (7, 0, 8)
-    assert refused("--eval_only", "--out", run, "--total_updates=90").startswith(
-        f"--total_updates 90: the run in {run} has 45; leave it out"
+    assert refused("--eval_only", "--out", run, "--total_updates=45").startswith(
+        f"--total_updates 45: the run in {run} has 150; leave it out"
     )

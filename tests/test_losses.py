@@ -256,6 +256,9 @@ def test_a_replayed_token_that_a_clip_centred_at_1_would_drop_keeps_its_gradient
     value, slope = with_gradient(surrogate, row(-0.69, -0.5), *arguments)
     assert close(value, [[-1.363425, -1.549859]])
     assert close(slope, [[-1.363425, 0]])
+    # the control: cut at 1.2, below both
+    value, slope = with_gradient(surrogate, row(-0.69, -0.5), *arguments, False)
+    assert close(value, [[-1.2, -1.2]]) and close(slope, [[0, 0]])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

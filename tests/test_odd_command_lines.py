@@ -219,7 +219,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--device 'cuda 1'", "--device 'cuda 1'".replace("'", ""), "give auto, cpu, cuda or cuda:1"),
     ("--style think", "--style think", "leave it out, or give a language model"),
     # combinations
-    ("--k 7", "--total_updates 90", "must be a multiple of --k 7, for example 84 or 91"),
+    ("--k 7", "--total_updates 150", "must be a multiple of --k 7, for example 147 or 154"),
     ("--off_policy_fraction 1e-20", "--off_policy_fraction 1e-20 with --method rspo", "give for example 1/8"),
     ("--off_policy_fraction 0.99999999999", "--off_policy_fraction 0.99999999999", "give for example 1/8"),
     ("--off_policy_fraction 0", "--off_policy_fraction 0.0 with --method rspo", "give for example 1/8"),
@@ -238,7 +238,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--plan --eval_only --model a/b", "--plan with --eval_only", "leave one out"),
     ("--eval_only --model run/policy", "--model run/policy", "evaluate it with --eval_only --out run"),
     ("--plan --env alf", "--env alf", "household, alfworld, webshop"),
-    ("--plan --k 7", "--total_updates 90", "must be a multiple"),
+    ("--plan --k 7", "--total_updates 150", "must be a multiple"),
     ("--plan --gpu_memory_gb 0", "--gpu_memory_gb 0.0", "must be above 0"),
     ("--plan --model /nope", "--model /nope", "give one, a hub id, or tiny"),
     ("--plan --model run", "--model run", "give run/policy"),

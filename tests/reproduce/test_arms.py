@@ -6,26 +6,28 @@ from reproduce.arms import ARMS, EXPERIMENTS, STARTS
 from reproduce.runs import args_of
 from scale.plan import loop_size
 
+SCALE = ["--total_updates", "45"]  # of published RSPO
+
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_plays_as_many_episodes_as_published_rspo(arm):
     # published RSPO: 3 updates of B and 3 of A on 7 tasks x 8 episodes, and 14 x 8 for the buffer:
     # 2 * 3 * 56 + 112 = 448 in each of 15 loops, 6720 together. Whole loops end at most half a loop away.
-    args = args_of([], "default", arm)
+    args = args_of(SCALE, "default", arm)
     episodes = loop_size(args)["episodes"] * args.total_updates // args.k
     assert abs(episodes - 6720) <= loop_size(args)["episodes"] / 2
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_an_arm_is_evaluated_five_to_ten_times(arm):
-    args = args_of([], "default", arm)
+    args = args_of(SCALE, "default", arm)
     assert args.eval_every % args.k == 0
     assert 5 <= args.total_updates / args.eval_every <= 10
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_the_flags_of_a_start_are_valid(start):
-    assert args_of([], start, "rspo").total_updates == 45  # 15 loops of k = 3
+    assert args_of(SCALE, start, "rspo").total_updates == 45  # 15 loops of k = 3
 
 
 def test_arms_have_the_updates_that_the_episodes_allow():
@@ -33,10 +35,10 @@ def test_arms_have_the_updates_that_the_episodes_allow():
     # k = 10: a loop has 2 * 10 * 56 + 112 = 1232 episodes, 6720 / 1232 = 5.45, so 5 loops.
     # 19 tasks, because RSPO plays 448 / 3 = 149.3 episodes an update, 18.7 tasks; 6720 / 152 = 44.2 updates,
     # in loops of 3: 45.
-    updates = {arm: args_of([], "default", arm).total_updates for arm in ARMS}
+    updates = {arm: args_of(SCALE, "default", arm).total_updates for arm in ARMS}
     wanted = {"rspo": 45, "grpo": 105, "rspo_h": 120, "k-10": 50, "grpo-tasks": 45}
     assert {arm: updates[arm] for arm in wanted} == wanted
-    assert args_of([], "default", "grpo-tasks").tasks_per_update == 19
+    assert args_of(SCALE, "default", "grpo-tasks").tasks_per_update == 19
 
 
 @pytest.mark.parametrize("arm", ["grpo", "rspo", "grpo-tasks", "alpha-1-16", "rspo-ppo", "k-10"])

@@ -1,13 +1,15 @@
 """`python -m reproduce`: usage errors, the list, and one experiment from nothing."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from reproduce.__main__ import main, parser, quick, scale_of
+from reproduce.__main__ import experiments_at, main, parser, scale_of
 from reproduce.arms import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,12 +45,42 @@ def test_the_list_has_every_experiment_with_its_cost(capsys):
 
 
 def test_a_quick_experiment_has_one_start():
-    assert len(quick(EXPERIMENTS["pays"]).starts) == 1
+    assert {one.starts for one in experiments_at(["--env", "household"], quick=True).values()} == {
+        ("default",)
+    }
+    assert len(experiments_at(["--env", "household"], quick=False)["pays"].starts) == 4
+
+
+def test_only_the_tiny_model_on_household_has_several_starts():
+    flags = ["--warm_start", "0"]
+    assert experiments_at(flags, quick=False)["pays"].starts == ("default",)
 
 
 def test_each_scale_has_a_folder_of_its_own():
     names = [scale_of(parser().parse_args(["k", *more]), [])[0] for more in ([], ["--quick"])]
     assert names == ["household", "household-quick"]
+
+
+@pytest.mark.slow
+def test_a_kill_stops_the_runs_also_in_the_background_of_a_shell(tmp_path):
+    command = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `command &` in a script does
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    console = tmp_path / "household-quick" / "runs" / "default" / "start-s0" / "console.log"
+    while not (console.exists() and "run folder" in console.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error.startswith(
+        "stopped; continue with: python -m reproduce states"
+    )
+    assert "stopped; resume with" in console.read_text()
 
 
 @pytest.mark.slow

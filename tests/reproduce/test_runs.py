@@ -186,6 +186,6 @@ def test_a_preparing_run_has_the_start_of_its_arms(tmp_path):
 
 def test_the_cost_counts_played_and_trained_episodes():
     # GRPO, 3 updates of 64 fresh episodes, evaluated at the start and at the end:
-    # 5 + 2 * 0.9 + 192 * 0.004 + 192 * 0.011 = 9.68
+    # 5 + 2 * 1 + 192 * 0.004 + 192 * 0.014 = 10.456
     args = prepare(["--method", "outcome", "--total_updates", "3", "--eval_every", "3"])
-    assert runs.core_seconds(Run(None, args, Run(None, args))) == pytest.approx(9.68)
+    assert runs.core_seconds(Run(None, args, Run(None, args))) == pytest.approx(10.456)

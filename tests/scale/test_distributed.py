@@ -167,11 +167,12 @@ def replay(episodes):
 
 
 def algorithm_1(episodes):
-    """Run two loops of Algorithm 1. Return the log."""
+    """Run two loops of Algorithm 1, with GRPO, with PPO, and with a buffer of B's and A's batches."""
     lines = []
-    for algo in ("grpo", "ppo"):
-        policy, world = agent(1e-3), toy_world(config_of(algo).episodes_per_task)
-        rspo.train(policy, world, CountingScorer(), config_of(algo), lambda *line: lines.append(line))
+    both = dict(buffer_source="both", buffer_keep=99, replay_strategy="positive")
+    for config in (config_of("grpo"), config_of("ppo"), config_of("gigpo", **both)):
+        policy, world = agent(1e-3), toy_world(config.episodes_per_task)
+        rspo.train(policy, world, CountingScorer(), config, lambda *line: lines.append(line))
         check_alike([policy.logits])
     return [
         (agent, episode_metrics(groups, "outcome"), without_times(metrics), updates)
@@ -621,7 +622,7 @@ def run_of_two(tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_of_two_ranks_equals_the_run_of_one(run_of_two, tmp_path):
     status, _, errors = end(
-        begin([sys.executable, "train.py"], total_updates=1, out=tmp_path / "one", **TINY)
+        begin([sys.executable, "train.py", "--ranks=1"], total_updates=1, out=tmp_path / "one", **TINY)
     )
     assert status == 0, errors
     for name in ("start/model.safetensors", "reward_model/model.safetensors"):
@@ -643,7 +644,7 @@ def test_a_run_of_two_ranks_equals_the_run_of_one(run_of_two, tmp_path):
 def test_a_run_resumes_with_another_number_of_ranks_and_ends_if_one_is_killed(run_of_two, tmp_path, number):
     folder = tmp_path / "on"
     shutil.copytree(run_of_two, folder)
-    command = [sys.executable, "train.py", "--resume", f"--out={folder}"]
+    command = [sys.executable, "train.py", "--resume", "--ranks=1", f"--out={folder}"]
     status, _, errors = end(begin(command, total_updates=2))
     assert status == 0, errors
     assert lines_of(folder)[:4] == lines_of(run_of_two)[:4]  # lines after the checkpoint are removed

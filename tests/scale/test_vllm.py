@@ -226,7 +226,7 @@ def test_a_model_that_vllm_cannot_run_is_named_in_one_line(tmp_path):
     tiny_base(tuple(WORDS), heads=4, max_length=512).save(tmp_path / "narrow")  # heads of 16
     flags = f"--eval_only --model {tmp_path}/narrow --style short --max_prompt_tokens 256 --max_new_tokens 16"
     flags += " --sampler vllm --eval_games 6 --dtype float32 --threads 1"
-    command = [sys.executable, str(ROOT / "train.py"), *flags.split()]
+    command = [sys.executable, str(ROOT / "train.py"), "--ranks=1", *flags.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
