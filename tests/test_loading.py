@@ -349,6 +349,24 @@ def test_an_adapter_that_cannot_be_loaded_exactly_is_refused(name, sources, tmp_
     assert re.search(pattern, message_of(folder))
 
 
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_on_a_hub_is_refused_because_it_would_stay_unmerged(
+    with_config, sources, tmp_path, monkeypatch
+):
+    """transformers would load the base and add the adapter to it. The cache of a hub stands in for the hub."""
+    repository = tmp_path / "models--some-org--adapter"
+    folder = Path(shutil.copytree(sources / "adapter", repository / "snapshots" / "0"))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0")
+    if with_config:
+        shutil.copy(sources / "base" / "config.json", folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError) as caught:
+        load_base("some-org/adapter")
+    why = "some-org/adapter is an adapter on a hub; download it and give its folder"
+    assert str(caught.value) == f"--model some-org/adapter: {why}"
+
+
 ONE_MATRIX = {"r": 4, "target_modules": ["q_proj"]}
 UNMERGEABLE = {
     # The output layer is the embedding. The adapter changes one of them, its merge both.
