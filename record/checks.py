@@ -197,6 +197,9 @@ def made_of_tiny_model(run: Path) -> bool:
         return False
 
 
+LARGEST_TINY = 10**9
+
+
 def check_tiny(args, env: Env) -> None:
     """Raise UsageError unless the tiny model can be made for this environment."""
     if args.eval_only and not args.out:
@@ -214,6 +217,11 @@ def check_tiny(args, env: Env) -> None:
     if args.tiny_width % (2 * args.tiny_heads):
         both = f"--tiny_width {args.tiny_width} with --tiny_heads {args.tiny_heads}"
         raise UsageError(f"{both}: the width must be a multiple of twice the heads; change one of them")
+    weights = 10 * args.tiny_layers * args.tiny_width**2  # attention 4 width^2, its MLP 6 width^2
+    if weights > LARGEST_TINY:
+        both = f"--tiny_width {args.tiny_width} with --tiny_layers {args.tiny_layers}"
+        count = f"{weights / 1e9:.1f} billion weights, and the limit is {LARGEST_TINY / 1e9:g} billion"
+        raise UsageError(f"{both}: the tiny model would have {count}; lower one of them")
 
 
 def check_device(args) -> None:

@@ -353,7 +353,7 @@ def test_an_adapter_that_cannot_be_loaded_exactly_is_refused(name, sources, tmp_
 def test_an_adapter_on_a_hub_is_refused_because_it_would_stay_unmerged(
     with_config, sources, tmp_path, monkeypatch
 ):
-    """transformers would load the base and add the adapter to it. The cache of a hub stands in for the hub."""
+    """transformers would load the base and add the adapter to it. A cache of the hub stands in for it."""
     repository = tmp_path / "models--some-org--adapter"
     folder = Path(shutil.copytree(sources / "adapter", repository / "snapshots" / "0"))
     (repository / "refs").mkdir()
