@@ -14,38 +14,73 @@ from dataclasses import dataclass
 from typing import Literal
 
 OLD_NAMES = {"total_steps": "total_updates", "tasks_per_step": "tasks_per_update"}  # still accepted
-LARGEST_COUNT = 10**9  # a larger whole number is a slip
+COUNT = (1, 10**6)
+SIZE = (1, 10**9)  # of a batch, for example; a large value means all of it
+SHARE = (0, 1)
+WEIGHT = (0, 1000)  # of a term of the objective or the return
+LEARNING_RATE = (1e-10, 1)  # a smaller step is lost in the rounding of fp32 weights
 
-RANGES = {  # (lowest, highest) value, here and in flags.Args; every other number must be above 0
-    "off_policy_fraction": (0, 1),
-    "max_centre": (1.001, math.inf),  # at 1, every replayed token would be dropped
-    "kl_coef": (0, 1000),
-    "entropy_coef": (0, 1000),
-    "invalid_penalty": (0, 1000),
+RANGES = {  # (lowest, highest) value of every number, here and in flags.Args
+    "total_updates": (1, 999_999),  # the names of checkpoints have six digits
+    "k": COUNT,
+    "tasks_per_update": COUNT,
+    "group_size": COUNT,
+    "off_policy_fraction": SHARE,
+    "buffer_tasks": COUNT,
+    "buffer_keep": COUNT,
+    "clip_eps": (1e-6, 10**6),
+    "max_centre": (1.001, 10**6),  # at 1, every replayed token would be dropped
+    "kl_coef": WEIGHT,
+    "entropy_coef": WEIGHT,
+    "reward_scale": (0.001, 10**6),
+    "invalid_penalty": WEIGHT,
     "reward_noise": (0, 100),
     "seed": (0, 2**63 - 1),
-    "gigpo_gamma": (0, 1),
-    "gigpo_omega": (0, 1000),
-    "gamma": (0, 1),
-    "gae_lambda": (0, 1),
+    "gigpo_gamma": SHARE,
+    "gigpo_omega": WEIGHT,
+    "gamma": SHARE,
+    "gae_lambda": SHARE,
+    "value_clip": (1e-6, 10**6),
+    "epochs": (1, 1000),
+    "minibatch_turns": SIZE,
+    "tokens_per_micro_batch": SIZE,
+    "max_grad_norm": (1e-4, 10**9),  # AdamW's epsilon hides gradients that are much smaller
+    "learning_rate": LEARNING_RATE,
+    "critic_learning_rate": LEARNING_RATE,
     "weight_decay": (0, 100),
     "adam_beta1": (0, 0.9999),
     "adam_beta2": (0, 0.9999),
     "tiny_width": (1, 8192),
     "tiny_layers": (1, 64),
+    "tiny_heads": (1, 1024),
     "lora_rank": (0, 8192),
+    "lora_alpha": (0.001, 10**6),
     "env_workers": (0, 1024),
-    "history": (0, math.inf),
-    "max_new_tokens": (2, math.inf),  # an action and the token that ends the reply
+    "history": (0, 10**6),
+    "max_turns": COUNT,
+    "max_prompt_tokens": SIZE,
+    "max_new_tokens": (2, 10**6),  # an action and the token that ends the reply
     "temperature": (0.001, 1000),
+    "parallel_episodes": COUNT,
     "vllm_memory": (0.01, 0.99),
+    "eval_games": SIZE,
+    "eval_every": COUNT,
     "eval_temperature": (0, 1000),
-    "warm_start": (0, math.inf),
-    "faithful_share": (0, 1),
-    "expert_share": (0, 1),
-    "hesitation_share": (0, 1),
-    "reward_model_episodes": (2, math.inf),
+    "warm_start": (0, 10**6),
+    "warm_start_episodes": COUNT,
+    "warm_start_games": SIZE,
+    "faithful_share": SHARE,
+    "expert_share": SHARE,
+    "hesitation_share": SHARE,
+    "warm_start_turns": SIZE,
+    "warm_start_lr": LEARNING_RATE,
+    "reward_model_episodes": (2, 10**6),
+    "reward_model_epochs": (1, 1000),
+    "reward_model_lr": LEARNING_RATE,
+    "gpu_memory_gb": (0.1, 10**6),
+    "keep_checkpoints": COUNT,
     "threads": (1, 1024),
+    "rank_timeout": (0.05, 7 * 24 * 60),  # minutes; within three seconds, a slow call looks like a hang
 }
 
 
@@ -54,16 +89,11 @@ def check_ranges(settings) -> None:
     for name, value in vars(settings).items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
-        low, high = RANGES.get(name, (-math.inf, math.inf))
         if not math.isfinite(value):
             raise ValueError(f"--{name} {value}: must be a finite number")
-        if name not in RANGES and value <= 0:
-            raise ValueError(f"--{name} {value}: must be above 0")
+        low, high = RANGES[name]
         if not low <= value <= high:
-            limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-            raise ValueError(f"--{name} {value}: must be {limits}")
-        if high == math.inf and value > LARGEST_COUNT:
-            raise ValueError(f"--{name} {value}: must be at most {LARGEST_COUNT}")
+            raise ValueError(f"--{name} {value}: must be between {low} and {high}")
 
 
 @dataclass(frozen=True)

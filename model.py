@@ -324,10 +324,8 @@ def _load(model: str, dtype: torch.dtype) -> tuple[nn.Module, Chat, bool]:
         raise ValueError("its tokenizer has no chat template; use an instruct model")
     lm = _load_lm(start, config, dtype)
     stop_ids = getattr(lm.generation_config, "eos_token_id", None)
-    if stop_ids is None:
-        stop_ids = []
-    elif isinstance(stop_ids, int):
-        stop_ids = [stop_ids]
+    if not isinstance(stop_ids, list):
+        stop_ids = [] if stop_ids is None else [stop_ids]
     with explained("its chat template cannot be used", "correct it, or copy that of its base model"):
         chat = Chat(tokenizer, stop_ids)
     check_tokenizer(chat, len(lm.get_input_embeddings().weight))
@@ -340,9 +338,12 @@ def _load(model: str, dtype: torch.dtype) -> tuple[nn.Module, Chat, bool]:
 
 
 def _load_config(name: str):
-    """Load the model's config with every dropout rate set to 0. Raises ValueError for quantized weights."""
+    """Load the config with dropout rates of 0. Raises ValueError for quantized weights, and hub adapters."""
     from transformers import AutoConfig
+    from transformers.utils import find_adapter_config_file
 
+    if find_adapter_config_file(name):  # of a hub id; transformers would add the adapter, unmerged
+        raise ValueError(f"{name} is an adapter on a hub; download it and give its folder")
     with explained(f"cannot load {name}", LOADABLE):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # None would ask on stdin
     if getattr(config, "quantization_config", None):
@@ -368,8 +369,6 @@ def _load_lm(name: str, config, dtype: torch.dtype):
             ignore_mismatched_sizes=True,  # they are in the report
             trust_remote_code=False,
         )
-        if getattr(lm, "_hf_peft_config_loaded", False):  # transformers has added it, unmerged
-            raise ValueError("it is an adapter on a hub; download it and give its folder")
         unexpected = [key for key in report["unexpected_keys"] if not re.search(OLD_MASK, key)]
         mismatched = [key for key, *_ in report["mismatched_keys"]]
         check_keys("its weights", report["missing_keys"], unexpected, mismatched)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from envs import Corpus, Env
 from record.command_line import UsageError, refuse, text_of
-from record.model_checks import base_of_adapter, check_no_pointer
+from record.model_checks import base_of_adapter, check_fetched, read_json
 from scale import launch
 
 
@@ -117,6 +117,15 @@ WEIGHTS = ("*.safetensors", "*.bin")
 SETTINGS = {"config.json", "adapter_config.json"}
 
 
+@contextlib.contextmanager
+def refused(args, name: str):
+    """Raise a ValueError as a UsageError of this flag."""
+    try:
+        yield
+    except ValueError as error:
+        refuse(args, name, str(error))
+
+
 def check_model(args, name: str) -> None:
     """Raise UsageError unless the folder of a flag holds a model, a tokenizer and a chat template.
 
@@ -139,25 +148,27 @@ def check_model(args, name: str) -> None:
     check_that_it_acts(args, name, files)
     if not files & SETTINGS:
         refuse(args, name, "the folder has no config.json; give a folder written by save_pretrained")
-    if "adapter_config.json" in files:
-        read_object(args, name, "adapter_config.json")
-        with refusing(args, name):
+    with refused(args, name):
+        if "adapter_config.json" in files:
             base_of_adapter(path)
-    else:
-        read_object(args, name, "config.json")
+        else:
+            read_json(path / "config.json")
     if args.plan:
         return
-    for file in sorted(files):
-        if (path / file).is_file():
-            with refusing(args, name):
-                check_no_pointer(path / file)
+    with refused(args, name):
+        for file in sorted(path.iterdir()):
+            if file.is_file():
+                check_fetched(file)
     if not any(fnmatch(file, pattern) for file in files for pattern in WEIGHTS):
         refuse(args, name, "the folder has no weights; copy its *.safetensors files into it")
     if not files & {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"}:
         refuse(args, name, "the folder has no tokenizer; copy the tokenizer files of its base model into it")
-    if "tokenizer.json" in files:
-        read_object(args, name, "tokenizer.json")
-    settings = read_object(args, name, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    settings = {}
+    with refused(args, name):
+        if "tokenizer.json" in files:
+            read_json(path / "tokenizer.json")
+        if "tokenizer_config.json" in files:
+            settings = read_json(path / "tokenizer_config.json")
     if not files & {"chat_template.jinja", "chat_template.json"} and not settings.get("chat_template"):
         why = "the folder has no chat template; use an instruct model, or add a chat_template.jinja"
         refuse(args, name, why)
@@ -188,28 +199,7 @@ def made_of_tiny_model(run: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def refusing(args, name: str):
-    """Raise a ValueError as the UsageError of a flag."""
-    try:
-        yield
-    except ValueError as error:
-        refuse(args, name, str(error))
-
-
-def read_object(args, name: str, file: str) -> dict:
-    """Return the JSON object in a file of a model's folder. Raises UsageError that names the file."""
-    path = Path(getattr(args, name), file)
-    with refusing(args, name):
-        check_no_pointer(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        why = "" if isinstance(found, dict) else "it holds no JSON object"
-    except (OSError, ValueError, RecursionError) as error:
-        why = str(error)
-    if why:
-        refuse(args, name, f"its {file} is damaged ({why}); copy the file again")
-    return found
+LARGEST_TINY = 10**9
 
 
 def check_tiny(args, env: Env) -> None:
@@ -229,6 +219,11 @@ def check_tiny(args, env: Env) -> None:
     if args.tiny_width % (2 * args.tiny_heads):
         both = f"--tiny_width {args.tiny_width} with --tiny_heads {args.tiny_heads}"
         raise UsageError(f"{both}: the width must be a multiple of twice the heads; change one of them")
+    weights = 10 * args.tiny_layers * args.tiny_width**2  # attention 4 width^2, its MLP 6 width^2
+    if weights > LARGEST_TINY:
+        both = f"--tiny_width {args.tiny_width} with --tiny_layers {args.tiny_layers}"
+        count = f"{weights / 1e9:.1f} billion weights, and the limit is {LARGEST_TINY / 1e9:g} billion"
+        raise UsageError(f"{both}: the tiny model would have {count}; lower one of them")
 
 
 def check_device(args) -> None:

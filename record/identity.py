@@ -120,8 +120,6 @@ def check(args: Args, saved: Checkpoint | None, parts: dict) -> None:
             flag, why = f"--reward_model {args.reward_model}", "there changed since the run was trained"
         elif not Path(args.out, "start").is_dir():
             flag, why = f"--model {args.model}", "there changed since the run was trained"
-            if args.warm_start:
-                flag, why = f"--out {args.out}", "cannot be loaded: start/ is missing"
         raise UsageError(
             f"{flag}: the {' and '.join(changed)} {why}; put the old files back, or start a new run"
         )

@@ -1,5 +1,7 @@
 """The checks of a model that need no torch: its folder, its tokenizer, the names and shapes of its weights.
 
+record/checks.py checks a folder with these functions before anything loads, and model.py when it loads.
+
 A folder may be incomplete, damaged, or no model at all, and what loads it may then raise any error, or load
 something else in silence. Every refusal is a ValueError of one line.
 """
@@ -24,7 +26,7 @@ JSON_FILES = (
     "tokenizer_config.json",
 )
 COPY = "copy it again, or give another folder"
-POINTER = b"version https://git-lfs"  # begins a file that git-lfs has not fetched
+POINTER = b"version https://git-lfs"  # the first bytes of a file that git-lfs has not fetched
 
 
 # --- messages -----------------------------------------------------------------------------------------------
@@ -70,6 +72,47 @@ def check_shapes(what: str, expected: Mapping, found: Mapping) -> None:
 # --- folders ------------------------------------------------------------------------------------------------
 
 
+def check_fetched(file: Path) -> None:
+    """Raise ValueError for a file that holds only the address of its content: a clone without git-lfs."""
+    with file.open("rb") as stream:
+        if stream.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{file} is a git-lfs pointer; run git lfs pull in its repository")
+
+
+def read_json(file: Path) -> dict:
+    """Return the JSON object in a file of a model. Raises ValueError that names the file."""
+    with explained(f"{file} is damaged", COPY):
+        content = file.read_bytes()
+    check_fetched(file)
+    with explained(f"{file} is damaged", COPY):
+        found = json.loads(content)
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+    return found
+
+
+def base_of_adapter(folder: Path) -> str:
+    """Return the folder or the hub id of the model that an adapter was trained on.
+
+    The policy of a run that was moved finds the run's start/ beside it. Raises ValueError if the base is not
+    named, is not there, or is an adapter too.
+    """
+    file = folder / "adapter_config.json"
+    base = read_json(file).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ValueError(f"{file} names no base model; set base_model_name_or_path in it")
+    if (folder / base).is_dir():  # relative to the adapter
+        base = str((folder / base).resolve())
+    own_start = folder.parent / "start"
+    if base.startswith("/") and not Path(base).is_dir() and own_start.is_dir():  # the run folder was moved
+        base = str(own_start.resolve())
+    if base.startswith(("/", ".", "~")) and not Path(base).is_dir():
+        raise ValueError(f"its base {base} is not there; correct base_model_name_or_path in {file}")
+    if (Path(base) / "adapter_config.json").is_file():
+        raise ValueError(f"its base {base} is an adapter too; merge that into its own base first")
+    return base
+
+
 def check_folder(folder: Path) -> None:
     """Raise ValueError if the folder is part of a run, or if a file is damaged. A hub id is not checked."""
     from safetensors import safe_open
@@ -81,17 +124,14 @@ def check_folder(folder: Path) -> None:
             raise ValueError(f"it is a run or a part of one, but no model; give {policy}, its policy")
     for name in JSON_FILES:
         if (folder / name).is_file():
-            with explained(f"{folder / name} is damaged", COPY):
-                check_no_pointer(folder / name)
-                json.loads((folder / name).read_text(encoding="utf-8"))
+            read_json(folder / name)
     if (folder / "adapter_config.json").is_file() and not any(folder.glob("adapter_model.*")):
         raise ValueError(f"{folder} has no adapter_model.safetensors; {COPY}")
     for file in weight_files(folder):
-        with explained(f"{file} is damaged", COPY):
-            check_no_pointer(file)
-            if file.suffix == ".safetensors":
-                with safe_open(file, "np"):  # reads the header and compares it with the size of the file
-                    pass
+        check_fetched(file)
+        if file.suffix == ".safetensors":
+            with explained(f"{file} is damaged", COPY), safe_open(file, "np"):
+                pass  # opening reads the header and compares it with the size of the file
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -105,38 +145,13 @@ def weight_files(folder: Path) -> list[Path]:
         return []  # or a format that is not checked
     if name != index.name:
         return [folder / name]
+    found = read_json(index)
     with explained(f"{index} is damaged", COPY):
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = sorted(set(found["weight_map"].values()))
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
         raise ValueError(f"{folder} lacks {len(absent)} of {len(shards)} weight files: {absent[0]}; {COPY}")
     return [folder / shard for shard in shards]
-
-
-def check_no_pointer(file: Path) -> None:
-    """Raise ValueError for a file that holds only the address of its content: a clone without Git LFS."""
-    with file.open("rb") as stream:
-        if stream.read(len(POINTER)) == POINTER:
-            raise ValueError(f"its {file.name} is a pointer of Git LFS; run git lfs pull in its repository")
-
-
-def base_of_adapter(folder: Path) -> str:
-    """Return the folder or the hub id of the model that an adapter was trained on."""
-    file = folder / "adapter_config.json"
-    with explained(f"its {file.name} names no base model", "add base_model_name_or_path to it"):
-        start = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if not start or not isinstance(start, str):
-            raise ValueError("base_model_name_or_path is empty")
-    if (folder / start).is_dir():  # relative to the adapter
-        start = str((folder / start).resolve())
-    own_start = folder.parent / "start"
-    if start.startswith("/") and not Path(start).is_dir() and own_start.is_dir():  # the run folder was moved
-        start = str(own_start.resolve())
-    if start.startswith(("/", ".", "~")) and not Path(start).is_dir():
-        raise ValueError(f"its base model {start} is missing; correct its {file.name}")
-    if (Path(start) / "adapter_config.json").is_file():
-        raise ValueError(f"its base {start} is an adapter too; merge that into its own base first")
-    return start
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from chat import Chat
 from model import cast, load_tokenizer
-from record.model_checks import check_shapes, check_tokenizer, explained
+from record.model_checks import check_shapes, check_tokenizer, explained, read_json
 from reward_model import StepRewardModel, new_backbone
 
 
@@ -41,7 +41,7 @@ def load_reward_model(folder: str | Path, chat: Chat, **settings) -> StepRewardM
         if not (folder / name).is_file():
             raise ValueError(f"{folder} contains no step reward model: it has no {name}")
     with explained(f"the step reward model in {folder} is damaged", "copy it again, or fit a new one"):
-        about = json.loads((folder / "reward_model.json").read_text())
+        about = read_json(folder / "reward_model.json")
         own_tokenizer, vocabulary = about["own_tokenizer"], about["vocabulary"]
         backbone = new_backbone(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         if own_tokenizer:

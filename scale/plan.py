@@ -29,7 +29,6 @@ Shapes: B rows, T tokens (columns) and N action tokens of a batch, D hidden size
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +38,7 @@ from demo.tiny_model import silent_words_of, tiny_tokenizer
 from flags import env_maker
 from model import chunk_of
 from record.command_line import UsageError
+from record.model_checks import base_of_adapter, read_json
 from sampler import PREFILL_TOKENS
 
 GB = 10**9
@@ -129,9 +129,9 @@ def shape_of(model: str) -> Shape:
 
 def _shape_of_folder(folder: Path) -> Shape | None:
     if (folder / "adapter_config.json").is_file():
-        return shape_of(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+        return shape_of(base_of_adapter(folder))
     if (folder / "config.json").is_file():
-        return read_config(json.loads((folder / "config.json").read_text()), str(folder))
+        return read_config(read_json(folder / "config.json"), str(folder))
     return None
 
 

@@ -189,11 +189,11 @@ REFUSED = {  # what is done to the folder: a pattern of the message after "--mod
     "truncated weights": (lambda folder: truncate(folder, WEIGHTS), r"model\.safetensors is damaged"),
     "a git-lfs pointer as weights": (
         lambda folder: (folder / WEIGHTS).write_text(POINTER),
-        r"model\.safetensors is damaged \(its .* is a pointer of Git LFS",
+        r"model\.safetensors is a git-lfs pointer; run git lfs pull in its repository",
     ),
     "a git-lfs pointer as tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text(POINTER),
-        r"tokenizer\.json is damaged \(its .* is a pointer of Git LFS",
+        r"tokenizer\.json is a git-lfs pointer; run git lfs pull in its repository",
     ),
     "broken config.json": (lambda folder: truncate(folder, "config.json"), r"config\.json is damaged"),
     "broken generation_config.json": (
@@ -303,11 +303,14 @@ def change_weights(change):
 
 
 REFUSED_ADAPTERS = {  # what is done to the folder: a pattern of the message
-    "no base": (change_config(base_model_name_or_path=None), "names no base model"),
-    "an empty base": (change_config(base_model_name_or_path=""), "base_model_name_or_path is empty"),
+    "no base": (
+        change_config(base_model_name_or_path=None),
+        "names no base model; set base_model",
+    ),
+    "an empty base": (change_config(base_model_name_or_path=""), "names no base model"),
     "a base that is gone": (
         change_config(base_model_name_or_path="/nowhere/base"),
-        r"its base model /nowhere/base is missing; correct its adapter_config\.json",
+        r"its base /nowhere/base is not there; correct base_model_name_or_path in .*adapter_config\.json",
     ),
     "a base that is an adapter": (
         lambda folder: edit_json(folder, "adapter_config.json", base_model_name_or_path=str(folder)),
@@ -344,6 +347,24 @@ def test_an_adapter_that_cannot_be_loaded_exactly_is_refused(name, sources, tmp_
     folder = Path(shutil.copytree(sources / "adapter", tmp_path / "adapter"))
     change(folder)
     assert re.search(pattern, message_of(folder))
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_on_a_hub_is_refused_because_it_would_stay_unmerged(
+    with_config, sources, tmp_path, monkeypatch
+):
+    """transformers would load the base and add the adapter to it. A cache of the hub stands in for it."""
+    repository = tmp_path / "models--some-org--adapter"
+    folder = Path(shutil.copytree(sources / "adapter", repository / "snapshots" / "0"))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0")
+    if with_config:
+        shutil.copy(sources / "base" / "config.json", folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError) as caught:
+        load_base("some-org/adapter")
+    why = "some-org/adapter is an adapter on a hub; download it and give its folder"
+    assert str(caught.value) == f"--model some-org/adapter: {why}"
 
 
 ONE_MATRIX = {"r": 4, "target_modules": ["q_proj"]}

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import config
 import flags
 import train
 from envs import Household, make_env
@@ -196,7 +197,7 @@ def test_the_script_answers_before_it_imports_torch(flag):
     if flag == "--help":
         assert done.returncode == 0 and "--total_updates" in done.stdout
     else:
-        assert (done.returncode, said) == (2, ["error: --k 0: must be above 0"])
+        assert (done.returncode, said) == (2, ["error: --k 0: must be between 1 and 1000000"])
     assert timed and not [line for line in timed if line.split("|")[-1].strip() == "torch"]
 
 
@@ -232,7 +233,8 @@ def test_unusable_models_and_prompts_are_refused_before_there_is_a_folder(first_
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_ends_with_a_message(first_run, tmp_path, capsys):
+def test_a_run_that_diverges_ends_with_a_message(first_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(config.RANGES, "learning_rate", (0, 1e9))
     options = on(first_run, method="outcome", learning_rate=1e9, minibatch_turns=4)
     with pytest.raises(SystemExit) as exit:
         train_main(argv(tmp_path / "run", total_updates=2, **options))
@@ -313,7 +315,7 @@ CHANGES = [
     (changed_template, "the chat template in the run folder changed since the run was trained"),
     (changed_epsilon, "the model config (rms_norm_eps) in the run folder changed since the run was"),
     (cut_weights, "start/ cannot be loaded ("),
-    (shutil.rmtree, "cannot be loaded: start/ is missing; put the old files back"),
+    (shutil.rmtree, "start, the model after the warm start, is missing; copy it again"),
 ]
 
 

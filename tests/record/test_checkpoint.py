@@ -589,7 +589,7 @@ def test_ctrl_c_prints_the_command_that_resumes_the_run(tmp_path, monkeypatch, c
     [
         (FloatingPointError("it diverged"), 1, "error: it diverged"),
         (rspo.NothingToTrainOn([]), 1, "error: no episode of this update"),
-        (flags.UsageError("--k 0: must be above 0"), 2, "error: --k 0: must be above 0"),
+        (flags.UsageError("--k 0: too few"), 2, "error: --k 0: too few"),
         (EngineError("no memory"), 1, "error: --sampler vllm: no memory; if nothing else helps, give kv"),
         (RankLost("rank 1 ended"), 1, "error: rank 1 ended; resume with: python train.py --resume --out "),
     ],

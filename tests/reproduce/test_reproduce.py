@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
         (["table1", "--env", "chess"], "--env chess: "),
         (["table1", "--seed", "3"], "--seed: the experiments set it"),
         (["table1", "--clip_epps", "3"], "--clip_epps: there is no such flag; did you mean --clip_eps?"),
-        (["table1", "--clip_eps", "-1"], "--clip_eps -1.0: must be above 0"),
+        (["table1", "--clip_eps", "-1"], "--clip_eps -1.0: must be between 1e-06"),
     ],
 )
 def test_a_usage_error_is_one_line_before_any_run(argv, message, capsys, tmp_path):

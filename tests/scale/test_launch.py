@@ -321,7 +321,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(going):
 @pytest.mark.slow
 def test_a_usage_error_is_answered_before_ranks_start(tmp_path):
     status, out, errors = answer(train(tmp_path / "run", "--k=0"))
-    assert (status, out, errors) == (2, "", "error: --k 0: must be above 0\n")
+    assert (status, out, errors) == (2, "", "error: --k 0: must be between 1 and 1000000\n")
     assert not (tmp_path / "run").exists()
 
 

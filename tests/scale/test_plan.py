@@ -82,6 +82,17 @@ def test_a_folders_shape_counts_the_models_parameters(kind, tied, tmp_path):
     assert plan.shape_of(str(tmp_path / "adapter")) == shape
 
 
+def test_the_policy_of_a_run_that_was_moved_has_the_shape_of_its_start(tmp_path):
+    config = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    for folder, file, content in (
+        ("start", "config.json", config | {"num_attention_heads": 4, "vocab_size": 100}),
+        ("policy", "adapter_config.json", {"base_model_name_or_path": "/old/place/start"}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(json.dumps(content))
+    assert plan.shape_of(str(tmp_path / "policy")).layers == 3
+
+
 def test_a_model_without_a_shape_is_an_error(tmp_path, monkeypatch):
     def offline(*_, **__):
         raise OSError("offline")
@@ -92,9 +103,9 @@ def test_a_model_without_a_shape_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="'gpt2'.*qwen2"):
         plan.shape_of(str(tmp_path))
-    for config in ("[1]", '{"model_type": "qwen2"}'):
+    for config, why in (("[1]", "no JSON object"), ('{"model_type": "qwen2"}', "does not describe a model")):
         (tmp_path / "config.json").write_text(config)
-        with pytest.raises(ValueError, match="does not describe a model"):
+        with pytest.raises(ValueError, match=why):
             plan.shape_of(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="line 1"):  # json's own message
