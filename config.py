@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+OLD_NAMES = {"total_steps": "total_updates", "tasks_per_step": "tasks_per_update"}  # still accepted
 COUNT = (1, 10**6)
 SIZE = (1, 10**9)  # of a batch, for example; a large value means all of it
 SHARE = (0, 1)
@@ -105,7 +106,7 @@ class Config:
     last groups. rspo_o: B is trained on outcome rewards too."""
     algo: Literal["grpo", "gigpo", "ppo"] = "grpo"
     """Estimator of the advantages."""
-    total_updates: int = 150
+    total_updates: int = 180
     """Updates of A; a multiple of k. Updates of B are not counted."""
     k: int = 3
     """k: updates per phase, first of B, then of A."""

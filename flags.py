@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import LANGUAGE_MODEL, PRESETS, TINY, TINY_MODEL, Config
+from config import LANGUAGE_MODEL, OLD_NAMES, PRESETS, TINY, TINY_MODEL, Config
 from envs import Env, env_class, make_env
 from record import checks
 from record.checks import has_expert, has_other_goals, native_bf16
@@ -169,8 +169,8 @@ class Args(Config):
     resume: bool = False
     """Continue the run in --out from its newest checkpoint. A larger --total_updates makes the run longer."""
     resume_from: str | None = None
-    """With --resume: the checkpoint to continue from, for example update_000012. Later checkpoints are
-    removed. Default: the newest"""
+    """The checkpoint to continue from (later ones are removed) or to evaluate, for example update_000012.
+    Default: the newest"""
     eval_only: bool = False
     """Only evaluate: the policy of the run in --out or, without --out, the --model itself."""
     plan: bool = False
@@ -223,7 +223,6 @@ SECTIONS = {  # the sections of --help, each by the name of its first flag
     "out": "the run",
 }
 
-OLD_NAMES = {"total_steps": "total_updates", "tasks_per_step": "tasks_per_update"}
 OF_THE_CALL = ["preset", "out", "config", "resume", "resume_from", "eval_only", "plan", "gpu_memory_gb"]
 COMMAND_LINE = CommandLine(Args, SECTIONS, OLD_NAMES, unsaved=OF_THE_CALL)
 
@@ -265,8 +264,8 @@ def parse(argv: list[str]) -> Args:
     args = Args(**{**first, **given})
     if args.preset and (of_a_run or args.config):
         refuse(args, "preset", "excludes --config, --resume and --eval_only with --out; leave one out")
-    if args.resume_from and not args.resume:
-        refuse(args, "resume_from", "needs --resume; add it")
+    if args.resume_from and not of_a_run:
+        refuse(args, "resume_from", "needs --resume, or --eval_only with --out; add it")
     if args.plan and args.eval_only:
         raise UsageError("--plan with --eval_only: a plan counts the memory of training; leave one out")
     if of_a_run:
@@ -324,6 +323,8 @@ def read_config(flag: str, path: Path) -> dict:
     """Return the flags of a config.json, by name. Raises UsageError that names the file and the key."""
     if (path / "config.json").is_file():
         raise UsageError(f"--{flag} {path}: is a folder; give {path / 'config.json'}")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"--{flag} {path}: is not a regular file; give the config.json of a run")
     try:
         values = COMMAND_LINE.read_file(path)
         env_class(Args(**values).env)

@@ -70,6 +70,7 @@ def checkpoint_of(args: Args) -> Path | None:
             state = checkpoint.read_state(path) if path else {}
             free = set(WHEN_RESUMED.replace("--", "").split())
             checkpoint.check_config(folder / "config.json", state.get("config", {}), free)
+            checkpoint.check_start(folder, state.get("config", {}))
         elif args.out:
             checkpoint.check_new_folder(folder)
         if args.resume:
@@ -88,17 +89,20 @@ def checkpoint_of(args: Args) -> Path | None:
 CHECKED = None
 if __name__ == "__main__" and launch.is_launched():
     launch.join()
-elif __name__ == "__main__" and not launch.by_torchrun():
+elif __name__ == "__main__":
     # Importing torch takes seconds. Check the flags before it, so that --help and bad flags answer at once.
     # Ranks check them again in `main`, after they have joined, so that a message is printed once.
     try:
-        CHECKED = read_flags(sys.argv[1:])
-    except UsageError as error:
+        if launch.by_torchrun():
+            launch.rank_of_environment()
+        else:
+            CHECKED = read_flags(sys.argv[1:])
+            launch.start(CHECKED[0])
+    except (UsageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    launch.start(CHECKED[0])
 
 import torch
 
@@ -398,7 +402,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
             print_line(report.solved_text(panels[split]))
         facts["games"] = world.pool.env.fingerprint
     facts |= {"policy": name, "panels": panels, "seconds": time.perf_counter() - started}
-    facts["config"] = json.loads(config_text(args))
+    facts |= {"identity": identity.of_evaluated(base, saved), "config": json.loads(config_text(args))}
     if distributed.rank() == 0:
         path = eval_file(folder)
         checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")

@@ -22,10 +22,14 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from config import OLD_NAMES
 
 if TYPE_CHECKING:
     from torch import Tensor  # `choose` runs before torch is imported
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
 ASIDE = ".unfinished-"  # prefix of the names of unfinished files and folders
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-FILES = ("run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curves.png", "eval.json")
+FILES = (LOCK, "run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curves.png", "eval.json")
 
 
 @dataclass
@@ -94,10 +98,18 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
 def sweep(folder: Path) -> None:
     """Remove the unfinished files and folders that a killed process left."""
     for leftover in [*folder.glob(ASIDE + "*"), *folder.glob(f"checkpoints/{ASIDE}*")]:
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
+        discard(leftover)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a folder, or warn that it cannot be removed. The run does not need it any more."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
         else:
-            leftover.unlink()
+            path.unlink()
+    except OSError as error:
+        warnings.warn(f"{path} cannot be removed ({error.strerror}); it takes up space", stacklevel=2)
 
 
 def lock(folder: Path):
@@ -172,10 +184,17 @@ def write(folder: Path, updates: int, checkpoint: Checkpoint, keep: int) -> Path
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a folder with its name is always complete."""
+    """Remove a checkpoint. It is renamed first, so that a folder with its name is always complete.
+
+    Warns if the system refuses, for example because the files belong to another user.
+    """
     aside = path.with_name(f"{ASIDE}old-{path.name}")
-    os.rename(path, aside)
-    shutil.rmtree(aside)
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        warnings.warn(f"{path} cannot be removed ({error.strerror}); it takes up space", stacklevel=2)
+    else:
+        discard(aside)
 
 
 def _sums(path: Path) -> dict[str, str]:
@@ -228,7 +247,11 @@ def read(path: Path) -> Checkpoint:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ValueError unless the run folder, which may be missing, and the files in it can be written."""
+    """Raise ValueError unless the run folder, which may be missing, and what is in it can be written.
+
+    A folder is made and removed as a probe, because permission bits do not tell everything: they say nothing
+    about a read-only disk or about /proc.
+    """
     present = folder
     while not present.exists() and present != present.parent:
         present = present.parent
@@ -241,9 +264,14 @@ def check_writable(folder: Path) -> None:
             raise ValueError(f"{path} is a folder; remove it")
     if (folder / "checkpoints").is_file():
         raise ValueError(f"{folder / 'checkpoints'} is a file; remove it")
-    for path in (present, folder / "checkpoints", *files):
+    folders = [folder / name for name in ("checkpoints", "policy")] + listed(folder)
+    for path in (present, *folders, *files):
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{path} cannot be written; change its permissions, or give another folder")
+    try:
+        tempfile.TemporaryDirectory(prefix=ASIDE, dir=present).cleanup()
+    except OSError as error:
+        raise ValueError(f"{present} cannot be written ({error.strerror}); give another folder") from None
 
 
 def check_new_folder(folder: Path) -> None:
@@ -265,9 +293,11 @@ def check_config(path: Path, saved: dict, free: set[str]) -> None:
 
     saved: the flags in the checkpoint's state. free: names of the flags whose value may differ.
     """
-    present = json.loads(path.read_text())
+    present = with_new_names(json.loads(path.read_text()))
     changes = []
-    for name, value in saved.items():
+    for name, value in with_new_names(saved).items():
+        if name not in present and name in free:
+            continue
         if name not in present:
             changes.append(f"{name} is missing and was {json.dumps(value)}")
         elif present[name] != value and name not in free:
@@ -279,6 +309,17 @@ def check_config(path: Path, saved: dict, free: set[str]) -> None:
         f"{path.name} was changed: {', '.join(changes[:2])}{more}; write the old values back (state.json of "
         f"the checkpoint has them), or start another run with --config {path}"
     )
+
+
+def with_new_names(config: dict) -> dict:
+    """Return the flags of a config.json, by their present names."""
+    return {OLD_NAMES.get(name, name): value for name, value in config.items()}
+
+
+def check_start(folder: Path, config: dict) -> None:
+    """Raise ValueError if the start/ that a run has made is missing. config: the run's flags."""
+    if config.get("warm_start") and not (folder / "start").is_dir():
+        raise ValueError(f"{folder / 'start'}, the model after the warm start, is missing; copy it again")
 
 
 def choose(folder: Path, name: str | None = None) -> Path | None:

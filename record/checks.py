@@ -85,6 +85,8 @@ def check_paths(given: dict) -> None:
         path = given.get(name)
         if not path:
             continue
+        if path.startswith("~") and not os.path.exists(path):
+            raise UsageError(f"--{name} {path}: begins with ~, which is not expanded; give the full path")
         try:
             os.stat(path)
             why = "" if os.access(path, os.R_OK) else "cannot be read"

@@ -79,6 +79,14 @@ def of_base(base) -> dict:
     }
 
 
+def of_evaluated(base, saved: Checkpoint | None) -> dict:
+    """Return the fingerprints of an evaluated policy: of its base and, if there is one, of its checkpoint."""
+    parts = of_base(base)
+    if saved:
+        parts["checkpoint"] = of_tensors(saved.tensors["policy"])
+    return parts
+
+
 def of_reward_model(model) -> dict:
     """Return the fingerprint of a fitted step reward model and of its tokenizer, by part."""
     weights, tokenizer = of_tensors(model.state_dict()), of_tokenizer(model.chat.tokenizer)
@@ -112,8 +120,6 @@ def check(args: Args, saved: Checkpoint | None, parts: dict) -> None:
             flag, why = f"--reward_model {args.reward_model}", "there changed since the run was trained"
         elif not Path(args.out, "start").is_dir():
             flag, why = f"--model {args.model}", "there changed since the run was trained"
-            if args.warm_start:
-                flag, why = f"--out {args.out}", "cannot be loaded: start/ is missing"
         raise UsageError(
             f"{flag}: the {' and '.join(changed)} {why}; put the old files back, or start a new run"
         )

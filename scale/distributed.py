@@ -33,7 +33,6 @@ from torch import distributed as dist
 
 from scale import launch
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
 # Others wait while rank 0 writes a checkpoint. A dead rank is noticed at once, a rank that hangs by `watch`.
 TO_ANSWER = datetime.timedelta(days=2)
@@ -58,7 +57,7 @@ def start() -> None:
     Raises ValueError if a variable is missing or malformed.
     """
     global _store
-    rank, ranks = rank_of_environment()
+    rank, ranks = launch.rank_of_environment()
     if ranks == 1:
         return
     meeting = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
@@ -80,24 +79,6 @@ def _stop_once() -> None:
     """Ignore further SIGTERMs, so that this rank can print its error before it ends."""
     if world_size() > 1 and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def rank_of_environment() -> tuple[int, int]:
-    """Return (this rank, number of ranks) from the environment variables. Raises ValueError if malformed."""
-    given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    if not given.keys() & {"RANK", "WORLD_SIZE"}:
-        return 0, 1
-    start = "start several processes with torchrun, or unset these variables for one"
-    if missing := ", ".join(name for name in VARIABLES if name not in given):
-        present = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise ValueError(f"torchrun's environment variables {present} are set, but not {missing}; {start}")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not given[name].isdecimal():
-            raise ValueError(f"environment variable {name}={given[name]}: is not a number; {start}")
-    rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
-    if rank >= ranks:
-        raise ValueError(f"environment variable RANK={rank}: must be below WORLD_SIZE={ranks}; {start}")
-    return rank, ranks
 
 
 def stop() -> None:

@@ -27,6 +27,7 @@ import threading
 import time
 from pathlib import Path
 
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 MOST_ON_A_CPU = 4  # a fifth rank of the tiny model gains little
 DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")  # NVIDIA, Jetson, WSL, AMD
 PIPE = "RSPO_LAUNCHER"  # environment variable of a rank: the file descriptor of its pipe
@@ -40,6 +41,24 @@ END_SECONDS = 30.0  # time for a rank to end after SIGTERM
 def by_torchrun() -> bool:
     """Return True if torchrun, or another launcher like it, has started this process."""
     return bool(os.environ.keys() & {"RANK", "WORLD_SIZE"}) and not is_launched()
+
+
+def rank_of_environment() -> tuple[int, int]:
+    """Return (this rank, number of ranks) from the environment variables. Raises ValueError if malformed."""
+    given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    if not given.keys() & {"RANK", "WORLD_SIZE"}:
+        return 0, 1
+    start = "start several processes with torchrun, or unset these variables for one"
+    if missing := ", ".join(name for name in VARIABLES if name not in given):
+        present = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"torchrun's environment variables {present} are set, but not {missing}; {start}")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not given[name].isdecimal():
+            raise ValueError(f"environment variable {name}={given[name]}: is not a number; {start}")
+    rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
+    if rank >= ranks:
+        raise ValueError(f"environment variable RANK={rank}: must be below WORLD_SIZE={ranks}; {start}")
+    return rank, ranks
 
 
 def ranks_to_start(args) -> int:

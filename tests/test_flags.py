@@ -590,5 +590,5 @@ def test_an_evaluation_may_change_the_games_and_nothing_of_the_policy(tmp_path):
     args = flags.prepare(["--eval_only", "--out", run, "--eval_games=7", "--eval_temperature=0"])
     assert (args.eval_games, args.eval_temperature, args.lora_rank) == (7, 0, 8)
     assert refused("--eval_only", "--out", run, "--total_updates=45").startswith(
-        f"--total_updates 45: the run in {run} has 150; leave it out"
+        f"--total_updates 45: the run in {run} has 180; leave it out"
     )

@@ -108,6 +108,7 @@ def write_places(folder):
     for name, text in ADAPTERS.items():
         write_files(folder / "adapters" / name, {**ADAPTER, "adapter_config.json": text})
     write_files(folder / "configs", CONFIGS)
+    os.mkfifo(folder / "fifo")
     (folder / "configs" / "binary.json").write_bytes(b"\xff\xfe\x00")
     write_run(folder / "run")
     write_run(folder / "damaged", checkpoint='{"updates": 3}')
@@ -237,7 +238,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--device 'cuda 1'", "--device 'cuda 1'".replace("'", ""), "give auto, cpu, cuda or cuda:1"),
     ("--style think", "--style think", "leave it out, or give a language model"),
     # combinations
-    ("--k 7", "--total_updates 150", "must be a multiple of --k 7, for example 147 or 154"),
+    ("--k 7", "--total_updates 180", "must be a multiple of --k 7, for example 175 or 182"),
     ("--off_policy_fraction 1e-20", "--off_policy_fraction 1e-20 with --method rspo", "give for example 1/8"),
     ("--off_policy_fraction 0.99999999999", "--off_policy_fraction 0.99999999999", "give for example 1/8"),
     ("--off_policy_fraction 0", "--off_policy_fraction 0.0 with --method rspo", "give for example 1/8"),
@@ -256,7 +257,7 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--plan --eval_only --model a/b", "--plan with --eval_only", "leave one out"),
     ("--eval_only --model run/policy", "--model run/policy", "evaluate it with --eval_only --out run"),
     ("--plan --env alf", "--env alf", "household, alfworld, webshop"),
-    ("--plan --k 7", "--total_updates 150", "must be a multiple"),
+    ("--plan --k 7", "--total_updates 180", "must be a multiple"),
     ("--plan --gpu_memory_gb 0", "--gpu_memory_gb 0.0", "must be between 0.1 and 1000000"),
     ("--plan --model /nope", "--model /nope", "give one, a hub id, or tiny"),
     ("--plan --model run", "--model run", "give run/policy"),
@@ -286,7 +287,9 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--resume --out run --resume_from update_3", "--out run", "there are: update_000003"),
     ("--resume --out run --resume_from run", "--out run", "there are: update_000003"),
     ("--resume --out damaged", "--out damaged", "state.json does not match its checksum"),
-    ("--resume_from update_000003", "--resume_from update_000003", "needs --resume; add it"),
+    ("--out ~nosuch/x", "--out ~nosuch/x", "begins with ~, which is not expanded; give the full path"),
+    ("--config fifo", "--config fifo", "is not a regular file; give the config.json of a run"),
+    ("--resume_from update_000003", "--resume_from update_000003", "needs --resume, or --eval_only"),
     ("--eval_only", "--eval_only", "give a run with --out, or a --model"),
     ("--eval_only --out empty", "--out empty", "or start a run without --eval_only"),
     ("--eval_only --out new --model a/b", "--out new", "leave it out"),

@@ -98,9 +98,9 @@ def first_step(context, rank, monkeypatch, **options):
     policy, on, off = played(context, rank)
     seen, gradients = [], []
 
-    def surrogate(logprobs, old_logprobs, behavior_logprobs, advantages, mask, clip_eps):
+    def surrogate(logprobs, old_logprobs, behavior_logprobs, advantages, mask, *clip):
         seen.append([x.detach()[mask] for x in (logprobs, old_logprobs, behavior_logprobs)])
-        return original(logprobs, old_logprobs, behavior_logprobs, advantages, mask, clip_eps)
+        return original(logprobs, old_logprobs, behavior_logprobs, advantages, mask, *clip)
 
     def stay(agent, max_grad_norm):
         gradients.extend(p.grad.clone() for p in agent.parameters if p.grad is not None)

@@ -315,7 +315,7 @@ CHANGES = [
     (changed_template, "the chat template in the run folder changed since the run was trained"),
     (changed_epsilon, "the model config (rms_norm_eps) in the run folder changed since the run was"),
     (cut_weights, "start/ cannot be loaded ("),
-    (shutil.rmtree, "cannot be loaded: start/ is missing; put the old files back"),
+    (shutil.rmtree, "start, the model after the warm start, is missing; copy it again"),
 ]
 
 

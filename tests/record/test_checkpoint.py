@@ -366,7 +366,7 @@ def edited(folder, removed=(), **changes):
             {"clip_eps": 0.3},
             "config.json was changed: clip_eps is 0.3 and was 0.2; write the old values back",
         ),
-        ({"removed": ["threads"]}, "config.json was changed: threads is missing and was 1; "),
+        ({"removed": ["clip_eps"]}, "config.json was changed: clip_eps is missing and was 0.2; "),
         ({"seed": 1, "k": 4, "algo": "ppo"}, 'algo is "ppo" and was "grpo", k is 4 and was 2 (and 1 more); '),
     ],
 )
@@ -459,12 +459,64 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     )
 
 
-def test_a_lock_that_cannot_be_opened_is_an_error_in_one_line(run_folder, capsys):
+def test_a_lock_that_is_a_folder_is_refused_before_the_model_is_loaded(run_folder):
     (run_folder / ".lock").unlink()
     (run_folder / ".lock").mkdir()
-    with pytest.raises(SystemExit) as exit:
-        resume(run_folder, 6)
-    assert exit.value.code == 2 and ".lock cannot be opened (Is a directory)" in capsys.readouterr().err
+    message = refused("--resume", "--out", str(run_folder))
+    assert message == f"--out {run_folder}: {run_folder / '.lock'} is a folder; remove it"
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc")
+def test_a_folder_that_only_the_system_can_make_is_refused_before_the_model_is_loaded():
+    message = refused("--out", "/proc/run")
+    assert message.startswith("--out /proc/run: /proc cannot be written (")
+
+
+@pytest.mark.parametrize("inside", ["policy", "checkpoints/update_000004"])
+def test_folders_inside_a_run_are_checked_before_the_model_is_loaded(run_folder, monkeypatch, inside):
+    (run_folder / "policy").mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run_folder / inside)
+    message = refused("--resume", "--out", str(run_folder))
+    assert f"{run_folder / inside} cannot be written; change its permissions" in message
+
+
+@pytest.mark.parametrize("call", ["rename", "rmdir"])
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported_and_the_run_goes_on(
+    run_folder, monkeypatch, call
+):
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        with pytest.warns(UserWarning, match=r"cannot be removed \(Operation not permitted\)"):
+            checkpoint.remove(run_folder / "checkpoints" / "update_000002")
+    assert [path.name for path in checkpoint.listed(run_folder)][-1] == "update_000004"
+
+
+def test_a_config_with_the_old_names_or_without_a_free_flag_is_resumed(run_folder):
+    path = run_folder / "config.json"
+    config = json.loads(path.read_text())
+    config["tasks_per_step"] = config.pop("tasks_per_update")
+    del config["total_updates"], config["threads"]
+    path.write_text(json.dumps(config))
+    args, newest = train.read_flags(["--resume", "--out", str(run_folder)])
+    assert args.tasks_per_update == 4 and args.total_updates == flags.Args.total_updates
+    assert newest.name == "update_000004"
+
+
+def test_a_run_without_the_start_that_it_made_is_refused_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "start").mkdir()
+    checkpoint.check_start(tmp_path, {"warm_start": 450})
+    checkpoint.check_start(tmp_path / "other", {"warm_start": 0})
+    with pytest.raises(ValueError, match="start, the model after the warm start, is missing; copy it again"):
+        checkpoint.check_start(tmp_path / "other", {"warm_start": 450})
+
+
+def test_an_older_checkpoint_can_be_evaluated(run_folder):
+    name = "update_000002"
+    _, chosen = train.read_flags(["--eval_only", "--out", str(run_folder), "--resume_from", name])
+    assert chosen.name == name
 
 
 def test_another_number_of_ranks_is_reported(run_folder, capsys):

@@ -30,7 +30,7 @@ from demo.tiny_model import tiny_base
 from demo.toy import CountingScorer, ToyPolicy, toy_world
 from demo.warm_start import demonstrations, warm_start
 from record.metrics import episode_metrics
-from scale import distributed
+from scale import distributed, launch
 from scale.distributed import (
     RankLost,
     check_alike,
@@ -532,7 +532,7 @@ def test_broken_environment_variables_are_named(changes, words, monkeypatch):
 
 
 def test_without_the_variables_or_with_one_rank_nothing_is_started(monkeypatch):
-    for name in distributed.VARIABLES:
+    for name in launch.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     distributed.start()
     for name, value in environment_of(0, 1, 29500).items():
