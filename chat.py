@@ -173,14 +173,15 @@ class Glue:
 
     start: list[int]
     generate: list[int]
+    end: int  # ends a reply that a model writes; gpt-oss closes earlier turns with another token
     header: list[int]  # what a model writes before its text, for example a channel; most templates have none
     between: list[int]
     opening: tuple[list[int], list[int]] | None  # None: the template has no system message
     opened: str  # the end of the text of `generate`, from a reasoning tag that it leaves open, or ""
 
 
-def _render(tokenizer, messages: list[tuple[str, str]]) -> str:
-    """Render (role, text) messages and the generation prompt. Templates that print the date print TODAY.
+def render(tokenizer, messages: list[tuple[str, str]], generate=True) -> str:
+    """Render (role, text) messages and, by default, the generation prompt. The date in templates is TODAY.
 
     Raises ValueError if the template refuses the messages or is damaged.
     """
@@ -192,7 +193,7 @@ def _render(tokenizer, messages: list[tuple[str, str]]) -> str:
             [{"role": role, "content": text} for role, text in messages],
             chat_template=clock + tokenizer.get_chat_template(),
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=generate,
             date_string=TODAY,
         )
     except (TemplateError, TypeError) as error:
@@ -219,11 +220,12 @@ def _glue_of(tokenizer) -> Glue:
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
-    start, generate = _cut(_render(tokenizer, [("user", USER)]), USER)
-    answered = _render(tokenizer, [("user", USER), ("assistant", REPLY), ("user", LATER)])
-    _, turn, between, _ = _cut(answered, USER, REPLY, LATER)
+    start, generate = _cut(render(tokenizer, [("user", USER)]), USER)
+    turns = [("user", USER), ("assistant", REPLY)]
+    _, turn, between, _ = _cut(render(tokenizer, [*turns, ("user", LATER)]), USER, REPLY, LATER)
+    *_, closing = _cut(render(tokenizer, turns, generate=False), USER, REPLY)
     try:
-        instructed = _render(tokenizer, [("system", SYSTEM), ("user", USER)])
+        instructed = render(tokenizer, [("system", SYSTEM), ("user", USER)])
         before, after, _ = _cut(instructed, SYSTEM, USER)
         opening = encode(before), encode(after)
     except ValueError:  # the template refuses the role, or leaves it out
@@ -237,12 +239,11 @@ def _glue_of(tokenizer) -> Glue:
 
     between_ids = encode(between)
     if not between_ids or between_ids[0] not in control_ids:
-        raise ValueError(
-            "the chat template does not close an assistant turn with a control token: "
-            f"after a reply it puts {between!r}"
-        )
+        raise ValueError(f"the chat template closes a reply with {between!r}, not with a control token")
+    closing_ids = encode(closing)  # GLM has none: the next role ends a reply
+    end = closing_ids[0] if control_ids.intersection(closing_ids[:1]) else between_ids[0]
     opened = _open_reasoning(generate)
-    return Glue(encode(start), encode(generate), header_ids, between_ids, opening, opened)
+    return Glue(encode(start), encode(generate), end, header_ids, between_ids, opening, opened)
 
 
 def control_tokens(tokenizer, glue: Glue) -> dict[int, str]:
@@ -250,7 +251,7 @@ def control_tokens(tokenizer, glue: Glue) -> dict[int, str]:
 
     Words and whitespace belong to ordinary text, unless they are special or the template uses the word.
     """
-    special_ids = set(tokenizer.all_special_ids)
+    special_ids = {*tokenizer.all_special_ids, glue.end}
     template_ids = {*glue.start, *glue.generate, *glue.header, *glue.between, *sum(glue.opening or (), [])}
     control = {}
     for i, token in tokenizer.added_tokens_decoder.items():
@@ -302,7 +303,7 @@ class Chat:
 
     The template is rendered only once (`Glue`). Texts are encoded separately from it and from each other.
 
-    stop_ids: token ids that end a reply, sorted. end_id: the one that the template puts after a reply.
+    stop_ids: token ids that end a reply, sorted. end_id: the one that the template puts after the last reply.
     opened: the reasoning tag that each prompt leaves open, for example "<think>\n", or "".
     """
 
@@ -314,7 +315,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._glue = _glue_of(tokenizer)
         self.opened = self._glue.opened
-        self.end_id = self._glue.between[0]
+        self.end_id = self._glue.end
         ends = {self.end_id, *stop_ids}
         if tokenizer.eos_token_id is not None:
             ends.add(tokenizer.eos_token_id)
@@ -364,11 +365,11 @@ class Chat:
     def extend(self, action_ids: list[int], user: str) -> list[int]:
         """Encode what follows a prompt and its reply: the end of the reply and the next user turn.
 
-        action_ids: the sampled reply. The template's end of a turn is added unless the reply ends with it.
-        Another stop token does not take its place.
+        action_ids: the sampled reply. The template's end of a turn is added unless the reply ends with it or
+        with `end_id`. Another stop token does not take its place.
         """
         between = self._glue.between
-        if action_ids and action_ids[-1] == self.end_id:
+        if action_ids and action_ids[-1] in (self.end_id, between[0]):
             between = between[1:]
         return [*between, *self.encode(user), *self._glue.generate]
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from buffer import Trajectory
+from chat import Chat
 from demo.tiny_model import check_actions, silent_words_of, tiny_base
 from demo.warm_start import warm_start
 from flags import Args, UsageError, env_maker
@@ -26,6 +27,7 @@ from model import Base, load_base
 from record import checkpoint
 from record.checkpoint import Checkpoint
 from record.metrics import mean
+from record.model_checks import rendering_gap
 from record.recorder import advance, print_line, progress_bar, warn_of_crashes
 from record.reward_model_files import load_reward_model, save_reward_model
 from reward_model import StepRewardModel
@@ -103,7 +105,9 @@ def load_start(args: Args, folder: Path | None):
         return load_own_start((folder / "start").resolve(), settings)
     with usage_error():
         if args.model != "tiny":
-            return load_base(args.model, **settings)
+            base = load_base(args.model, **settings)
+            warn_of_rendering("model", args.model, base.chat)
+            return base
         env = env_maker(args)()
         base = tiny_base(
             env.vocabulary,
@@ -118,6 +122,12 @@ def load_start(args: Args, folder: Path | None):
         )
         check_actions(base.chat, env)
         return base
+
+
+def warn_of_rendering(flag: str, name: str, chat: Chat) -> None:
+    """Print a warning if prompts have other token ids than the tokenizer's own rendering."""
+    if gap := rendering_gap(chat):
+        print_line(f"warning: --{flag} {name}: {gap}")
 
 
 def load_own_start(start: Path, settings: dict):
@@ -239,7 +249,9 @@ def named_reward_model(args: Args, base) -> StepRewardModel | None:
     if not name:
         return None
     with usage_error(f"--reward_model_backbone {name}: ", instead_of=f"--model {name}: "):
-        return StepRewardModel.from_pretrained(name, seed=args.seed, **reward_model_settings(args, base))
+        model = StepRewardModel.from_pretrained(name, seed=args.seed, **reward_model_settings(args, base))
+        warn_of_rendering("reward_model_backbone", name, model.chat)
+        return model
 
 
 def load_fitted(args: Args, folder: Path, base) -> StepRewardModel:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from chat import Chat
+from chat import REPLY, Chat, render
 
 JSON_FILES = (
     "adapter_config.json",
@@ -173,3 +174,28 @@ def check_tokenizer(chat: Chat, rows: int) -> None:
             f"its tokens have ids up to {max(ids)} ({name}), but the embedding of the model has {rows} rows; "
             "give the model's own tokenizer, or save the model after resize_token_embeddings"
         )
+
+
+def rendering_gap(chat: Chat) -> str:
+    """Say how prompts differ from the tokenizer's ids of the rendered chat. Return "" if they are equal.
+
+    `Chat` encodes each text apart from the template. Some tokenizers join a text with the words of the
+    template beside it, or put a space before every text. Sampling and training read the ids of `Chat`, so
+    they agree with each other. The ids of a sampled reply are never compared: they stay as sampled.
+    """
+    first, later = "Your task is to: find mug 1.", "You see desk 2. Write <action>look</action>"
+    after_reply = render(chat.tokenizer, [("user", first), ("assistant", REPLY), ("user", later)])
+    prompts = [
+        (chat.first(first), render(chat.tokenizer, [("user", first)])),
+        (chat.extend([], later), after_reply.rpartition(REPLY)[2]),
+    ]
+    for ours, text in prompts:
+        theirs = chat.tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        if ours != theirs:
+            same = len(os.path.commonprefix([ours, theirs]))
+            shown = [chat.tokenizer.convert_ids_to_tokens(ids[same : same + 3]) for ids in (ours, theirs)]
+            return (
+                "its tokenizer joins texts with its chat template. Prompts are encoded apart from it: "
+                f"they have {shown[0]} in place of {shown[1]}, so the model may act a little worse at first"
+            )
+    return ""

@@ -1,4 +1,4 @@
-"""How good a fit of the step reward model is: held-out tasks, and the report on them."""
+"""The quality of a fit of the step reward model: the held-out tasks and the report on them."""
 
 from __future__ import annotations
 
@@ -76,10 +76,13 @@ def fit_report(training: list[Trajectory], held_out: list[Trajectory], predicted
     faults = faults_of_fit(report)
     report["learned"] = not faults
     if faults:
+        remedy = "raise --reward_model_episodes, or change --reward_model_source"
+        if report["auc"] is not None and report["auc"] >= CHANCE_AUC:  # the order is right, the scale is not
+            remedy = "raise --reward_model_epochs"
         warnings.warn(
             f"the step reward model has learned too little: on {len(held_out)} held-out episodes "
             f"{' and '.join(faults)}. It saw {report['successes']} successes in {len(training)} episodes: "
-            "raise --reward_model_episodes, or change --reward_model_source",
+            f"{remedy}",
             stacklevel=3,
         )
     return report

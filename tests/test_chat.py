@@ -20,6 +20,7 @@ from chat import (
     window_message,
 )
 from envs import View, make_env
+from record.model_checks import rendering_gap
 
 VIEW = View(
     task="put a clean mug in desk.",
@@ -603,6 +604,46 @@ def test_a_header_that_the_model_writes_before_its_text_is_part_of_a_reply():
     chat = Chat(byte_tokenizer(template, special, eos_token="<|return|>"))
     assert text(chat, chat.reply("go")) == "<|channel|>final<|message|>go<|end|>"
     assert chat.decode(chat.reply("go")) == "go" and text(chat, chat.first("go")).endswith("assistant")
+
+
+def test_a_reply_ends_with_the_token_of_the_last_turn_and_not_with_that_of_a_channel():
+    """gpt-oss: <|end|> closes a channel and earlier turns, <|return|> the reply that the model writes."""
+    template = (
+        "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}"
+        "{% if loop.last and message.role == 'assistant' %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    special = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|endoftext|>"]
+    chat = Chat(byte_tokenizer(template, special, eos_token="<|endoftext|>"))
+    assert (
+        text(chat, chat.stop_ids) == "<|return|><|endoftext|>" and text(chat, [chat.end_id]) == "<|return|>"
+    )
+    assert text(chat, chat.reply("go")) == "<|message|>go<|return|>"
+    turn = "<|start|>user<|message|>y<|end|><|start|>assistant"
+    assert text(chat, chat.extend(chat.reply("go"), "y")) == turn
+    assert text(chat, chat.extend(chat.reply("go")[:-1], "y")) == "<|end|>" + turn
+
+
+@pytest.mark.parametrize("scheme, joined", [("always", True), ("never", False)])
+def test_prompts_that_differ_from_the_rendering_are_described(scheme, joined):
+    """A tokenizer that puts a space before every text puts one between "user\\n" and the message."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["<unk>", "▁", *map(chr, range(33, 127)), "\n"]
+    backend = Tokenizer(models.Unigram([(piece, -2.0) for piece in pieces], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = ["<|im_start|>", "<|im_end|>"]
+    fast = transformers.PreTrainedTokenizerFast
+    tokens = {"eos_token": "<|im_end|>", "unk_token": "<unk>", "extra_special_tokens": special}
+    gap = rendering_gap(Chat(fast(tokenizer_object=backend, chat_template=QWEN, **tokens)))
+    assert gap.startswith("its tokenizer joins texts with its chat template") == joined
+    assert ("they have ['▁', 'Y', 'o'] in place of ['Y', 'o', 'u']" in gap) == joined
+
+
+def test_prompts_that_equal_the_rendering_have_no_gap(qwen):
+    assert rendering_gap(qwen) == rendering_gap(llama()) == rendering_gap(llama(NO_SYSTEM)) == ""
 
 
 def test_a_prompt_has_one_bos_and_a_fixed_date(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from chat import Chat, Dialogue
+from record.model_checks import rendering_gap
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,10 @@ def ids_of(chat: Chat, text: str) -> list[int]:
     return chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def is_gpt_oss(file: Path) -> bool:
+    return file.stem.startswith("gptoss")
+
+
 def without_reasoning_tags(text: str) -> str:
     return re.sub(r"\s|</?think>", "", text)
 
@@ -123,6 +128,8 @@ def test_a_whole_chat_equals_the_rendering_up_to_empty_reasoning_in_earlier_turn
         own = text.split(user)[1].split(reply)[0]
         assert without_reasoning_tags(shown) == without_reasoning_tags(own)
         expected = expected.replace(user + shown + reply, user + own + reply)
+        if is_gpt_oss(file):  # the sampled end of a reply stays
+            expected = expected.replace(reply + "<|end|>", reply + "<|return|>")
     assert ids == ids_of(chat, expected)
 
 
@@ -131,9 +138,30 @@ def test_a_turn_is_closed_by_its_own_token_after_any_other_end(file, chat_of):
     chat = chat_of(file)
     reply = chat.reply("go")
     closed = chat.extend(reply, "on")
-    assert chat.extend(reply[:-1], "on") == [chat.end_id, *closed]
+    (end,) = ids_of(chat, "<|end|>") if is_gpt_oss(file) else [chat.end_id]
+    assert chat.extend(reply[:-1], "on") == [end, *closed]
     for other in set(chat.stop_ids) - {chat.end_id}:
-        assert chat.extend([*reply[:-1], other], "on") == [chat.end_id, *closed]
+        assert chat.extend([*reply[:-1], other], "on") == [end, *closed]
+
+
+@templates
+def test_prompts_have_the_ids_of_the_rendering(file, chat_of):
+    assert rendering_gap(chat_of(file)) == ""
+
+
+@pytest.mark.parametrize("file", files_that_start(("gptoss",), True))
+def test_the_end_of_the_analysis_of_gpt_oss_does_not_end_its_reply(file, chat_of):
+    chat = chat_of(file)
+    analysis, final = (
+        "<|channel|>analysis<|message|>Look, or go?<|end|>",
+        "<|channel|>final<|message|>",
+    )
+    (end,), (closing,) = ids_of(chat, "<|end|>"), ids_of(chat, "<|return|>")
+    assert end not in chat.stop_ids and chat.end_id == closing and closing in chat.stop_ids
+    reply = ids_of(chat, f"{analysis}<|start|>assistant{final}<action>go to desk</action><|return|>")
+    dialogue = Dialogue(chat, "think", "full", 0, 4000, 100)
+    assert dialogue.read(reply) == ("go to desk", True)
+    assert dialogue.read(ids_of(chat, analysis)) == ("", False)
 
 
 @templates

@@ -1,5 +1,6 @@
 """Folders that `load_base` and the step reward model load exactly, and damaged ones that they refuse."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,9 +13,9 @@ import torch
 from device import DEVICE
 from tiny import BATCH, needs_models, tiny
 
-from flags import UsageError
+from flags import Args, UsageError
 from model import load_base
-from record.artifacts import load_start
+from record.artifacts import load_start, named_reward_model
 from record.reward_model_files import load_reward_model, save_reward_model
 from reward_model import StepRewardModel
 
@@ -550,6 +551,20 @@ def test_a_damaged_start_of_a_run_is_named_by_the_run(sources, tmp_path):
     args = SimpleNamespace(dtype="float32", device="cpu", gradient_checkpointing=False, autocast=None)
     with pytest.raises(UsageError, match=f"^--out {tmp_path}: .*start/model.safetensors is damaged"):
         load_start(args, tmp_path)
+
+
+@pytest.mark.parametrize("gap", ["its tokenizer joins texts", ""])
+def test_a_tokenizer_that_joins_texts_with_its_template_brings_a_warning(
+    gap, sources, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("record.artifacts.rendering_gap", lambda chat: gap)
+    folder = str(sources / "base")
+    args = Args(model=folder, dtype="float32", device="cpu", autocast=False)
+    base = load_start(args, None)
+    args = dataclasses.replace(args, reward_model_backbone=folder)
+    named_reward_model(args, base)
+    lines = [f"warning: --{flag} {folder}: {gap}" for flag in ("model", "reward_model_backbone")]
+    assert capsys.readouterr().out.splitlines() == (lines if gap else [])
 
 
 @pytest.mark.parametrize(

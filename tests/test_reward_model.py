@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import demo.tiny_model
 from batch import pad_rows
 from buffer import Group, Step, StopReason, Trajectory
 from policy import Policy
-from record.reward_fit import area_under_roc, faults_of_fit, quality, split_by_task
+from record.reward_fit import area_under_roc, faults_of_fit, fit_report, quality, split_by_task
 from record.reward_model_files import load_reward_model, save_reward_model
 from reward_model import StepRewardModel, step_text
 
@@ -565,3 +566,18 @@ def test_a_warning_names_the_test_that_a_fit_has_failed():
     report = {"auc": 0.7, "mse": 0.3, "mse_of_mean": 0.25}
     assert faults_of_fit(report) == ["its MSE of 0.3 is not below the 0.25 of the mean"]
     assert faults_of_fit({"auc": 0.6, "mse": 0.2, "mse_of_mean": 0.25}) == []
+
+
+@pytest.mark.parametrize(
+    "predicted, fault, remedy",
+    [
+        # AUC 0 and MSE (1^2 + 1^2) / 2 = 1; the mean of 0.5 has an MSE of 0.25
+        ([0.0, 1.0], "AUC of success is 0.00, below 0.6 .* and its MSE of 1 is", "--reward_model_source"),
+        # AUC 1 and MSE ((0.1 - 1)^2 + 0^2) / 2 = 0.405
+        ([0.1, 0.0], "episodes its MSE of 0.405 is not below the 0.25 of the mean", "--reward_model_epochs"),
+    ],
+)
+def test_the_remedy_fits_the_test_that_has_failed(predicted, fault, remedy):
+    episodes = [SimpleNamespace(outcome=1.0, success=True), SimpleNamespace(outcome=0.0, success=False)]
+    with pytest.warns(UserWarning, match=f"on 2 held-out .*{fault}.*1 successes in 2 episodes.*{remedy}$"):
+        fit_report(episodes, episodes, predicted)
