@@ -25,9 +25,9 @@ def bench_core(args: argparse.Namespace) -> int:
 
 def bench_run(args: argparse.Namespace) -> int:
     """Run train.py and show where its time goes."""
-    from bench import run
+    from bench import phases
 
-    return run.bench_run(args)
+    return phases.bench_run(args)
 
 
 def main(argv: list[str] | None = None) -> int:

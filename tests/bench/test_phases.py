@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.run import REST, Clock, table
+from bench.phases import REST, Clock, table
 
 ROOT = Path(__file__).parent.parent.parent
 
