@@ -1,7 +1,8 @@
-"""Measure every speed claim of this project: `python -m bench core`, `alfworld` or `webshop`.
+"""Measure every speed claim of this project: `python -m bench core`, `alfworld`, `webshop` or `run`.
 
-Each command prints one table and exits with status 1 if a goal is missed. Times are CPU-seconds of one
+The first three print one table and exit with status 1 if a goal is missed. Times are CPU-seconds of one
 thread. On a shared machine absolute times mean little, but ratios of two sides that take turns are stable.
+`run` has no goal: it shows where the time of a run goes.
 docs/PERFORMANCE.md has results. `python -m bench.gpu_check` checks a GPU.
 """
 
@@ -20,6 +21,13 @@ def bench_core(args: argparse.Namespace) -> int:
     from bench import core  # imported here, because torch would count in the memory of the other benchmarks
 
     return core.bench_core(args)
+
+
+def bench_run(args: argparse.Namespace) -> int:
+    """Run train.py and show where its time goes."""
+    from bench import run
+
+    return run.bench_run(args)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +58,15 @@ def main(argv: list[str] | None = None) -> int:
         help="folder that contains json_2.1.1",
     )
     alfworld.set_defaults(run=bench_alfworld)
-    args = parser.parse_args(argv)
+    whole = commands.add_parser("run", help="where the time of a run goes, by phase")
+    whole.add_argument(
+        "--functions", type=int, default=0, help="also list this many functions with the most time (slower)"
+    )
+    whole.set_defaults(run=bench_run)
+    args, flags = parser.parse_known_args(argv)  # `run` passes other flags on to train.py
+    if flags and args.command != "run":
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    args.flags = flags
     if args.command == "core" and args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: must be at least 1")
     if args.command == "webshop" and args.products and args.products < 1000:

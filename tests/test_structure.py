@@ -56,6 +56,7 @@ ORDER = [
     "bench.environments",
     "bench.trl",
     "bench.core",
+    "bench.run",
     "bench.__main__",
     "bench.gpu_check",
     "reproduce.arms",
