@@ -119,10 +119,10 @@ SETTINGS = {"config.json", "adapter_config.json"}
 
 @contextlib.contextmanager
 def refused(args, name: str):
-    """Raise a ValueError as a UsageError of this flag."""
+    """Raise the error of a file as a UsageError of this flag."""
     try:
         yield
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         refuse(args, name, str(error))
 
 
@@ -199,7 +199,7 @@ def made_of_tiny_model(run: Path) -> bool:
         return False
 
 
-LARGEST_TINY = 10**9
+LARGEST_TINY = 10**9  # weights; they take 4 GB, and training takes several times as much
 
 
 def check_tiny(args, env: Env) -> None:
