@@ -267,7 +267,7 @@ def check_writable(folder: Path) -> None:
     folders = [folder / name for name in ("checkpoints", "policy")] + listed(folder)
     for path in (present, *folders, *files):
         if path.exists() and not os.access(path, os.W_OK):
-            raise ValueError(f"{path} cannot be written; change its permissions, or give another folder")
+            raise ValueError(f"{path} cannot be written; change its permissions, or work on a copy")
     try:
         tempfile.TemporaryDirectory(prefix=ASIDE, dir=present).cleanup()
     except OSError as error:

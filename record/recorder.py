@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from buffer import Group, ReplayBuffer, StopReason, Trajectory
+from config import Config
 from flags import Args, config_text
 from record import checkpoint, report
 from record.log import Log
@@ -49,6 +50,22 @@ def advance(bar: tqdm, **values: float) -> None:
     """Move the bar by one update and show the values."""
     bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()}, refresh=False)
     bar.update()
+
+
+def phase_after(line: dict, config: Config) -> str:
+    """Return the phase that begins after a logged line: "loop 4, B 2/3", "loop 4, A 1/3" and so on."""
+    loop, agent, k = line["loop"], line["agent"], config.k
+    if agent == "explorer" and line["explorer_update"] % k:
+        phase = f"B {line['explorer_update'] % k + 1}/{k}"
+    elif agent == "explorer" and "collect" in config.buffer_sources:
+        phase = "filling the buffer"
+    elif agent == "policy" and line["update"] % k == 0:
+        loop += 1
+        phase = f"B 1/{k}" if config.explores else f"A 1/{k}"
+    else:
+        done = line["update"] % k if agent == "policy" else 0
+        phase = f"A {done + 1}/{k}"
+    return f"loop {loop}, {phase}"
 
 
 # --- the recorder -------------------------------------------------------------------------------------------
@@ -145,9 +162,8 @@ class Recorder:
         self.show(line)
 
     def show(self, line: dict) -> None:
-        """Show the phase of the loop, and after an update of A its metrics, in the progress bar."""
-        phases = {"explorer": "B explores", "buffer": "A learns", "policy": "A learns"}
-        self.bar.set_description(f"loop {line['loop']}, {phases[line['agent']]}", refresh=False)
+        """Show the phase that begins, and after an update of A its metrics, in the progress bar."""
+        self.bar.set_description(phase_after(line, self.args), refresh=False)
         if line["agent"] == "policy":
             advance(self.bar, success=line["success"], KL=line.get("kl_on", 0.0))
         elif sys.stderr.isatty():

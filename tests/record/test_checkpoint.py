@@ -16,9 +16,11 @@ import torch
 import flags
 import rspo
 import train
+from config import Config
 from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 from record import checkpoint
 from record.log import Log, read_lines
+from record.recorder import phase_after
 from scale import distributed
 from scale.distributed import RankLost
 from scale.vllm_sampler import EngineError
@@ -454,8 +456,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
         (run_folder / name).rmdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
     assert refused("--out", str(tmp_path / "new")) == (
-        f"--out {tmp_path / 'new'}: {tmp_path} cannot be written; change its permissions, or give another "
-        "folder"
+        f"--out {tmp_path / 'new'}: {tmp_path} cannot be written; change its permissions, or work on a copy"
     )
 
 
@@ -672,3 +673,17 @@ def test_an_unfinished_link_is_removed_and_its_target_stays(tmp_path):
     (run / f"{checkpoint.ASIDE}policy").symlink_to(target)
     checkpoint.sweep(run)
     assert list(run.iterdir()) == [] and target.is_dir()
+
+
+def test_the_progress_bar_names_the_phase_that_begins():
+    config = Config(k=3, total_updates=6)
+    lines = [{"loop": 1, "agent": "explorer", "update": 0, "explorer_update": n} for n in (1, 2, 3)]
+    lines += [{"loop": 1, "agent": "buffer", "update": 0}]
+    lines += [{"loop": 1, "agent": "policy", "update": n} for n in (1, 2, 3)]
+    assert [phase_after(line, config) for line in lines] == [
+        *("loop 1, B 2/3", "loop 1, B 3/3", "loop 1, filling the buffer", "loop 1, A 1/3"),
+        *("loop 1, A 2/3", "loop 1, A 3/3", "loop 2, B 1/3"),
+    ]
+    cheap = Config(k=3, total_updates=6, buffer_source="phase1")
+    assert phase_after(lines[2], cheap) == "loop 1, A 1/3"
+    assert phase_after(lines[-1], Config(method="outcome", k=3, total_updates=6)) == "loop 2, A 1/3"
