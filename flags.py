@@ -247,6 +247,7 @@ def prepare(argv: list[str]) -> Args:
         env = environment(args)
         checks.check_folders(args)
         args = resolve(args, env)
+        checks.check_spelling(args)
         if not args.plan:
             checks.check(args, env)
     except UsageError as error:

@@ -226,12 +226,16 @@ def check_tiny(args, env: Env) -> None:
         raise UsageError(f"{both}: the tiny model would have {count}; lower one of them")
 
 
-def check_device(args) -> None:
-    """Raise UsageError unless torch finds the device, and a GPU for each rank of this machine."""
+def check_spelling(args) -> None:
+    """Raise UsageError unless --ranks and --device have a value that exists on some machine."""
     if args.ranks != "auto" and not re.fullmatch(r"[1-9]\d{0,2}", args.ranks, re.ASCII):
         refuse(args, "ranks", "must be auto or a whole number from 1 to 999")
     if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", args.device):
         refuse(args, "device", "is no device that a run can use; give auto, cpu, cuda or cuda:1")
+
+
+def check_device(args) -> None:
+    """Raise UsageError unless torch finds the device, and a GPU for each rank of this machine."""
     given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE")
     if not (given and given.isdecimal()):  # distributed.start refuses other values
         given = launch.ranks_to_start(args)

@@ -63,6 +63,8 @@ def test_a_given_number_is_taken_and_torchrun_starts_its_own_ranks(monkeypatch):
 def test_another_value_is_refused(value):
     with pytest.raises(UsageError, match=f"^--ranks {value}: must be auto or a whole number from 1 to 999"):
         prepare(["--ranks", value])
+    with pytest.raises(UsageError, match=f"^--ranks {value}: "):
+        prepare(["--plan", "--ranks", value])
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
