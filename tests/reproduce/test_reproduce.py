@@ -1,6 +1,7 @@
 """`python -m reproduce`: usage errors, the list, and one experiment from nothing."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def test_the_list_has_every_experiment_with_its_cost(capsys):
     assert [line.split()[0] for line in lines[1:]] == [*EXPERIMENTS, "all"]
     hours = {line.split()[0]: float(line.split()[2]) for line in lines[1:]}
     assert 0 < hours["states"] < hours["all"] <= 10  # the budget of one core
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_ends_early_brings_no_traceback(unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "reproduce", "--list"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.returncode == 1 and done.stderr == b""
 
 
 def test_a_quick_experiment_has_one_start():
