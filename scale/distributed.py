@@ -15,6 +15,7 @@ when no rank makes progress. Left out: sharded models, weights that differ betwe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -23,7 +24,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
@@ -160,12 +160,11 @@ class Progress:
         self.finished, self.stack = _finished, stack
         return moved
 
-    def exchange(self, seconds: float) -> None:
-        """Count this rank's progress and read that of all ranks, again and again."""
+    def exchange(self, seconds: float, ended: threading.Event) -> None:
+        """Count this rank's progress and read that of all ranks, again and again until `ended` is set."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and with it the run
-            while True:
+            while not ended.wait(seconds):
                 self.total = self.store.add("progress", int(self.moved()))
-                time.sleep(seconds)
 
 
 def watch(minutes: float, end: Callable[[str], None]) -> None:
@@ -176,12 +175,13 @@ def watch(minutes: float, end: Callable[[str], None]) -> None:
     """
     if world_size() == 1:
         return
-    progress, seconds = Progress(), min(1.0, 6 * minutes)
+    progress, seconds, ended = Progress(), min(1.0, 6 * minutes), threading.Event()
 
     def look() -> None:
         seen, quiet = 0, 0.0
         while quiet < 60 * minutes:
-            time.sleep(seconds)
+            if ended.wait(seconds):
+                return
             quiet = quiet + seconds if _waiting and progress.total == seen else 0.0
             seen = progress.total
         end(
@@ -189,8 +189,16 @@ def watch(minutes: float, end: Callable[[str], None]) -> None:
             "progress for so many minutes: one of them hangs or was stopped; raise it if one may need longer"
         )
 
-    for task in (functools.partial(progress.exchange, seconds), look):
-        threading.Thread(target=task, daemon=True).start()
+    counting = threading.Thread(target=progress.exchange, args=[seconds, ended], daemon=True)
+    looking = threading.Thread(target=look, daemon=True)
+    counting.start()
+    looking.start()
+
+    @atexit.register
+    def finish() -> None:
+        """End the threads. A thread that leaves the store while Python shuts down would abort the process."""
+        ended.set()
+        counting.join(5)
 
 
 # --- shares and gathers ---

@@ -702,3 +702,20 @@ def test_a_usage_error_is_reported_once_and_ends_all_ranks(tmp_path):
     status, said, errors = end(begin(TORCHRUN, "--no_such_flag"))
     assert status != 0 and (said + errors).count("there is no such flag") == 1, said + errors
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_watch_each_other_end_without_an_abort():
+    # The thread that counts progress is in the store nearly all the time, so also when Python shuts down
+    script = """if True:
+        from scale import distributed
+        distributed.start()
+        distributed.watch(1e-6, lambda why: None)
+        distributed.wait()
+        distributed.stop()"""
+    for _ in range(5):
+        port, ranks = free_port(), []
+        for number in range(2):
+            environment = os.environ | environment_of(number, 2, port)
+            ranks.append(subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment))
+        assert [process.wait(60) for process in ranks] == [0, 0]
