@@ -104,40 +104,42 @@ def batches_of(agent, rows: list[Row], config: Config) -> Iterator[Batch]:
 
 
 @torch.no_grad()
-def score_rows(agent, rows: list[Row], columns: list[str], config: Config) -> None:
-    """Set these columns of the rows from the agent's present weights.
+def score_rows(agent, rows: list[Row], column: str, config: Config) -> None:
+    """Set a column of the rows. Each rank scores its share of them and gathers the others.
 
-    columns: "old_logprobs" (pi_old), "ref_logprobs" (of the start), "old_values" (PPO's critic). Each rank
-    scores its share of the rows and gathers the others.
+    column: "ref_logprobs" (of the start), "old_values" (of PPO's critic), or "old_logprobs" (pi_old) and
+    "behavior_logprobs" (pi_b), both from the agent's present weights. Each column has a pass of its own,
+    because its weights differ. So LoRA adapters are switched once a pass.
     """
     local = local_rows(rows)
-    for batch in batches_of(agent, [rows[i] for i in local] if columns else [], config):
-        if "old_logprobs" in columns:
-            batch.store("old_logprobs", agent.logprobs(batch)[0])
-        if "ref_logprobs" in columns:
-            batch.store("ref_logprobs", agent.reference_logprobs(batch))
-        if "old_values" in columns:
-            batch.store("old_values", agent.critic.values(batch))
-    gather_columns(rows, local, columns)
+    for batch in batches_of(agent, [rows[i] for i in local], config):
+        if column == "ref_logprobs":
+            values = agent.reference_logprobs(batch)
+        elif column == "old_values":
+            values = agent.critic.values(batch)
+        else:
+            values = agent.logprobs(batch)[0]
+        batch.store(column, values)
+    gather_columns(rows, local, [column])
 
 
 def score_minibatches(agent, minibatches: list[tuple[list[Row], list[Row]]], config: Config) -> None:
     """Set what the losses read of the minibatches (fresh rows, replayed rows) of one epoch.
 
     The rows of the first minibatch get pi_old in `policy_loss`, since no weight has moved before it. With
-    `max_centre`, replayed rows need pi_old here, since it decides which tokens are counted.
+    `max_centre`, its replayed rows need pi_old here, since it decides which tokens are counted.
     """
-    columns = ["ref_logprobs"] if config.kl_coef else []
-    columns += ["old_values"] if config.algo == "ppo" else []
-    (fresh, replayed), *later = minibatches
-    score_rows(agent, fresh + replayed, columns, config)
-    if config.max_centre is not None:
-        score_rows(agent, replayed, ["old_logprobs"], config)
-    later_rows = [row for minibatch in later for rows in minibatch for row in rows]
-    score_rows(agent, later_rows, ["old_logprobs", *columns], config)
+    rows = [row for minibatch in minibatches for part in minibatch for row in part]
+    if config.kl_coef:
+        score_rows(agent, rows, "ref_logprobs", config)
+    if config.algo == "ppo":
+        score_rows(agent, rows, "old_values", config)
+    fresh, replayed = minibatches[0]
+    first = len(fresh) if config.max_centre is not None else len(fresh) + len(replayed)
+    waiting = [row for row in rows[first:] if row.old_logprobs is None]
+    score_rows(agent, waiting, "old_logprobs", config)
 
 
-@torch.no_grad()
 def set_behavior_logprobs(agent, groups: list[Group], config: Config) -> None:
     """Set log pi_b of every action token, the denominator of its importance ratio when it is replayed.
 
@@ -147,10 +149,7 @@ def set_behavior_logprobs(agent, groups: list[Group], config: Config) -> None:
     rows = [
         row for group in groups for episode in group.usable_episodes("outcome") for row in rows_of(episode)
     ]
-    local = local_rows(rows)
-    for batch in batches_of(agent, [rows[i] for i in local], config):
-        batch.store("behavior_logprobs", agent.logprobs(batch)[0])
-    gather_columns(rows, local, ["behavior_logprobs"])
+    score_rows(agent, rows, "behavior_logprobs", config)
     for row in rows:
         for index, start, end in row.spans:
             row.trajectory.steps[index].behavior_logprobs = row.behavior_logprobs[start:end].tolist()
@@ -289,6 +288,7 @@ def update(
 
     for row in on_rows:
         row.sampler_logprobs = row.column_of("sampler_logprobs")  # raises before a weight moves
+        row.old_logprobs = row.behavior_logprobs  # pi_b = pi_old; not None if the row will be replayed
 
     alpha = config.off_policy_fraction if off_rows else 0.0
     turns = sum(len(row.spans) for row in on_rows + off_rows)

@@ -7,8 +7,8 @@
     adapters       switching and copying two LoRA adapters
     growth         the time of an update as episodes, turns or tokens grow
 
-All models are random and in fp32. Each ratio is the median over repeats, in which the two sides take turns.
-The time of the environments is not included.
+Models are random and in fp32. One GRPO step is also measured under bf16 autocast. Each ratio is the median
+over repeats, in which the two sides take turns. The time of the environments is not included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 import rspo
-from bench.goals import Goal, apart, conclude, cpu_seconds
+from bench.goals import Goal, PeakMemory, apart, conclude, cpu_seconds
 from bench.trl import even_tokens
 from buffer import Group, Step, StopReason, Trajectory
 from demo.tiny_model import tiny_base
@@ -44,9 +44,10 @@ ACTION = 15  # tokens of a turn's reply
 WORDS = tuple("".join(letters) for letters in itertools.product("bcdfghjklm", "aeiouy", "npqrstvwxz"))
 
 
-def random_policy(layers: int = 4, width: int = 256, **settings) -> Policy:
+def random_policy(layers: int = 4, width: int = 256, autocast: bool = False, **settings) -> Policy:
     """Return a policy of random weights. Its vocabulary has 600 words and five control tokens."""
-    base = tiny_base(WORDS, layers=layers, d_model=width, intermediate=4 * width, max_length=8192)
+    sizes = {"layers": layers, "d_model": width, "intermediate": 4 * width, "max_length": 8192}
+    base = tiny_base(WORDS, **sizes, autocast=autocast)
     return Policy(base, learning_rate=1e-6, **settings)
 
 
@@ -76,13 +77,14 @@ Texts = list[list[list[int]]]  # token ids by episode and turn
 
 
 def random_texts(policy: Policy, episodes: int, turns: int, observation: int = OBSERVATION) -> Texts:
-    """Return random observations. The first of each episode starts with the system prompt."""
+    """Return random observations. All episodes begin with the same prompt, as those of a group do."""
     rng, size = random.Random(0), policy.base.config.vocab_size
-    texts = []
-    for _ in range(episodes):
-        lengths = [SYSTEM + observation] + [observation] * (turns - 1)
-        texts.append([[rng.randrange(5, size) for _ in range(length)] for length in lengths])
-    return texts
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(5, size) for _ in range(length)]
+
+    first = text(SYSTEM + observation)
+    return [[first] + [text(observation) for _ in range(turns - 1)] for _ in range(episodes)]
 
 
 def prompt_of(texts: list[list[int]], replies: list[list[int]], window: int | None) -> list[int]:
@@ -246,6 +248,12 @@ def bench_growth(policy: Policy, repeats: int) -> list[Goal]:
 # --- a GRPO step beside TRL's -------------------------------------------------------------------------------
 
 
+def random_prompts() -> list[str]:
+    """Return 8 prompts of 64 tokens."""
+    rng = random.Random(0)
+    return [" ".join(rng.choice(WORDS) for _ in range(64)) for _ in range(8)]
+
+
 def grpo_step(policy: Policy, sampler, prompts: list[str], settings: dict, rng: random.Random) -> dict:
     """Run one GRPO step: tokenize the prompts, sample a group of replies to each, reward them, update."""
     size, groups = settings["group_size"], []
@@ -263,8 +271,18 @@ def grpo_step(policy: Policy, sampler, prompts: list[str], settings: dict, rng: 
     return grpo_update(policy, groups, settings["optimizer_steps"])
 
 
+def step_memory(layers: int, width: int, settings: dict) -> float:
+    """Return the GB by which the peak of two GRPO steps exceeds the memory before them, in this process."""
+    torch.set_num_threads(1)
+    policy, rng = random_policy(layers, width, settings["autocast"]), random.Random(0)
+    memory, sampler = PeakMemory(), KVSampler()
+    for _ in range(2):
+        grpo_step(policy, sampler, settings["prompts"], settings, rng)
+    return memory.gigabytes()
+
+
 class Trl:
-    """TRL's trainer in a process of another Python. Each call of `seconds()` makes it take one step."""
+    """TRL's trainer in a process of another Python. Each call of `step()` makes it take one step."""
 
     def __init__(self, python: str, folder: str, settings: dict):
         command = [python, "-m", even_tokens.__module__, folder, json.dumps(settings)]
@@ -278,13 +296,16 @@ class Trl:
             stderr=self.errors,
         )
 
-    def seconds(self) -> float:
-        """Return the CPU-seconds of one step. Raises RuntimeError if the process has ended."""
+    def step(self) -> tuple[float, float]:
+        """Return the CPU-seconds of one step and the extra GB at the peak so far.
+
+        Raises RuntimeError if the process has ended.
+        """
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith('{"seconds"'):
-                return json.loads(line)["seconds"]
+                return tuple(json.loads(line).values())
         self.process.wait()
         self.errors.seek(0)
         raise RuntimeError(f"TRL's process ended: {self.errors.read()[-500:]}")
@@ -313,39 +334,56 @@ def bench_step(python: str, repeats: int) -> list[Goal]:
 
     A step has one optimizer step on all replies, or two on 32 replies each. With one step, both sides use the
     update's own log-probs as the old ones. With two steps TRL computes all old ones separately, and ours
-    computes those of the second step.
+    computes those of the second step. A process of its own measures the memory of our step.
     """
-    goals, rng = [], random.Random(0)
-    prompts = [" ".join(rng.choice(WORDS) for _ in range(64)) for _ in range(8)]
-    for layers, width in ((3, 128), (4, 256)):
-        policy, sampler = random_policy(layers, width), KVSampler()
-        assert {len(policy.chat.encode(prompt)) for prompt in prompts} == {64}
-        with tempfile.TemporaryDirectory() as folder:
-            policy.base.save(folder)
-            for steps in (1, 2):
-                settings = {"rows": 64, "group_size": 8, "new_tokens": 32, "optimizer_steps": steps}
-                trl = Trl(python, folder, settings | {"prompts": prompts})
-                step = functools.partial(grpo_step, policy, sampler, prompts, settings, rng)
-                trl.seconds()
-                step()
-                ours, theirs = [], []
-                for _ in range(repeats):
-                    ours.append(cpu_seconds(step))
-                    theirs.append(trl.seconds())
-                trl.close()
-                title = f"GRPO step, {layers} layers of {width}, {steps} optimizer step{'s' * (steps > 1)}"
-                print_seconds(title, {"ours": ours, "TRL": theirs})
-                least = 1.2 if steps == 1 else 1.5
-                goals.append(Goal(f"{title}: TRL / ours", ratio(theirs, ours), "x", at_least=least))
+    goals = []
+    for layers, width, steps, autocast in (
+        (3, 128, 1, False),
+        (3, 128, 2, False),
+        (4, 256, 1, False),
+        (4, 256, 2, False),
+        (4, 256, 1, True),
+    ):
+        settings = {"rows": 64, "group_size": 8, "new_tokens": 32, "optimizer_steps": steps}
+        settings |= {"autocast": autocast, "prompts": random_prompts()}
+        seconds, gigabytes = step_beside_trl(python, layers, width, settings, repeats)
+        title = f"GRPO step, {layers} layers of {width}, {steps} optimizer step{'s' * (steps > 1)}"
+        title += ", bf16 autocast" * autocast
+        print_seconds(title, seconds)
+        print(
+            f"  its extra memory: ours {gigabytes['ours']:.2f} GB, TRL {gigabytes['TRL']:.2f} GB", flush=True
+        )
+        least = 1.2 if steps == 1 else 1.5
+        faster = ratio(seconds["TRL"], seconds["ours"])
+        if autocast:
+            print(f"  TRL / ours: {faster:.2f} x", flush=True)
+        else:
+            goals.append(Goal(f"{title}: TRL / ours", faster, "x", at_least=least))
     return goals
 
 
+def step_beside_trl(
+    python: str, layers: int, width: int, settings: dict, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Take GRPO steps in turns with TRL. Returns the CPU-seconds and the extra GB at the peak, by side."""
+    policy, sampler, rng = random_policy(layers, width, settings["autocast"]), KVSampler(), random.Random(0)
+    assert {len(policy.chat.encode(prompt)) for prompt in settings["prompts"]} == {64}
+    step = functools.partial(grpo_step, policy, sampler, settings["prompts"], settings, rng)
+    seconds, gigabytes = {"ours": [], "TRL": []}, {"ours": apart(step_memory, layers, width, settings)}
+    with tempfile.TemporaryDirectory() as folder:
+        policy.base.save(folder)
+        trl = Trl(python, folder, settings)
+        trl.step()
+        step()
+        for _ in range(repeats):
+            seconds["ours"].append(cpu_seconds(step))
+            theirs, gigabytes["TRL"] = trl.step()
+            seconds["TRL"].append(theirs)
+        trl.close()
+    return seconds, gigabytes
+
+
 # --- log-probs at a large vocabulary ------------------------------------------------------------------------
-
-
-def kilobytes(name: str) -> int:
-    """Return a value of /proc/self/status: VmRSS, this process's memory, or VmHWM, its peak."""
-    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
 
 
 def logprob_cost(plain: bool, tokens: int, width: int, vocabulary: int) -> tuple[float, float, list, list]:
@@ -361,12 +399,11 @@ def logprob_cost(plain: bool, tokens: int, width: int, vocabulary: int) -> tuple
     targets = torch.randint(vocabulary, (tokens,))
     chunk = tokens if plain else chunk_of(vocabulary)
     logits_of = functools.partial(torch.nn.functional.linear, weight=weight)
-    before, start = kilobytes("VmRSS"), time.process_time()
+    memory, start = PeakMemory(), time.process_time()
     (logprobs,) = token_logprobs(logits_of, hidden, targets, 1.0, chunk)
     logprobs.sum().backward()
     seconds = time.process_time() - start
-    gigabytes = (kilobytes("VmHWM") - before) * 1024 / 1e9
-    return seconds, gigabytes, logprobs.tolist(), hidden.grad.sum(1).tolist()
+    return seconds, memory.gigabytes(), logprobs.tolist(), hidden.grad.sum(1).tolist()
 
 
 def bench_logprobs(

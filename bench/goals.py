@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,23 @@ def cpu_seconds(call: Callable[[], object]) -> float:
     start = time.process_time()
     call()
     return time.process_time() - start
+
+
+def kilobytes(name: str) -> int:
+    """Return a value of /proc/self/status: VmRSS, this process's memory, or VmHWM, its peak."""
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+
+
+class PeakMemory:
+    """The memory of this process beyond what it had when the object was made."""
+
+    def __init__(self):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is the present memory
+        self.before = kilobytes("VmRSS")
+
+    def gigabytes(self) -> float:
+        """Return the largest memory since then."""
+        return (kilobytes("VmHWM") - self.before) * 1024 / 1e9
 
 
 def apart(function: Callable, *arguments):

@@ -1,9 +1,10 @@
 """TRL's side of `python -m bench core --trl PYTHON`: GRPO steps of its GRPOTrainer, one per request.
 
 This file runs in its own Python environment (requirements/trl.txt), as `python -m bench.trl FOLDER SETTINGS`.
-It takes one step for each line that it reads from stdin, and then prints the CPU-seconds of the step. An
-experienced user of TRL would choose these settings for speed: fp32, a static cache, no gradient
-checkpointing, no reference model (beta 0), one forward pass per optimizer step, and no logs or checkpoints.
+It takes one step for each line that it reads from stdin, and then prints the CPU-seconds of the step and the
+extra memory so far. An experienced user of TRL would choose these settings for speed: a static cache, no
+gradient checkpointing, no reference model (beta 0), one forward pass per optimizer step, and no logs or
+checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+
+from bench.goals import PeakMemory
 
 
 def even_tokens(completion_ids: list[list[int]], **_) -> list[float]:
@@ -33,10 +36,12 @@ def main(folder: str, settings: dict) -> None:
 
         def on_step_end(self, args, state, control, **_):
             if state.global_step % optimizer_steps == 0:
-                print(json.dumps({"seconds": time.process_time() - self.started}), flush=True)
+                seconds = time.process_time() - self.started
+                print(json.dumps({"seconds": seconds, "gigabytes": self.memory.gigabytes()}), flush=True)
                 self.wait(control)
 
         def on_train_begin(self, args, state, control, **_):
+            self.memory = PeakMemory()
             self.wait(control)
 
         def wait(self, control):
@@ -46,7 +51,7 @@ def main(folder: str, settings: dict) -> None:
     config = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
-        bf16=False,
+        bf16=settings["autocast"],
         gradient_checkpointing=False,
         beta=0.0,
         num_iterations=1,

@@ -144,7 +144,7 @@ def test_the_sampler_and_the_trainer_agree_on_every_sampled_token(context, rank)
     rows = [row for episode in episodes for row in rows_of(episode)]
     if context == "full":  # some chats grew too long and were cut, none at every turn
         assert len(episodes) < len(rows) < sum(len(episode.steps) for episode in episodes)
-    rspo.score_rows(policy, rows, ["old_logprobs"], CONFIG)
+    rspo.score_rows(policy, rows, "old_logprobs", CONFIG)
     for row in rows:
         sampled = row.column_of("sampler_logprobs")
         assert (row.old_logprobs - sampled).abs().max() < 1e-4

@@ -490,6 +490,39 @@ def test_a_wrong_number_of_sampler_logprobs_is_found_before_a_weight_moves(logpr
     assert policy.version == 0 and torch.equal(policy.logits, before)
 
 
+def scored_rows(groups, off, config, policy):
+    """Return how many rows an update scores for pi_old before its first step, and its metrics."""
+    scored, logprobs = [], policy.logprobs
+
+    def count(batch, with_entropy=False):
+        if not with_entropy:
+            scored.extend(batch.rows)
+        return logprobs(batch, with_entropy)
+
+    policy.logprobs = count
+    metrics = rspo.update(policy, groups, off, "outcome", config, random.Random(0))
+    return len(scored), metrics
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_only_rows_of_later_steps_are_scored_before(epochs):
+    policy = ToyPolicy()
+    config = dataclasses.replace(ONE_STEP, epochs=epochs)
+    groups, off = collected(config, policy), replayed(config, policy)
+    assert (
+        scored_rows(groups, off, config, ToyPolicy())[0] == 0
+    )  # 36 + 12 turns, each a row, in one minibatch
+    config = dataclasses.replace(config, minibatch_turns=16)  # three minibatches of 12 + 4 rows
+    count, metrics = scored_rows(groups, off, config, ToyPolicy())
+    assert count == 2 * (12 + 4) and metrics["sampler_gap_max"] < 1e-5
+    # with max_centre also the 4 replayed rows of the first minibatch
+    assert scored_rows(groups, off, dataclasses.replace(config, max_centre=1e6), ToyPolicy())[0] == count + 4
+    # fresh groups that will be replayed have pi_b = pi_old already: only 2 x 4 replayed rows are left
+    rspo.set_behavior_logprobs(ToyPolicy(), groups, config)
+    count, others = scored_rows(groups, off, config, ToyPolicy())
+    assert count == 2 * 4 and others["policy_loss_on"] == pytest.approx(metrics["policy_loss_on"], abs=1e-6)
+
+
 def test_later_minibatches_do_clip():
     config = dataclasses.replace(ONE_STEP, minibatch_turns=16, epochs=3, clip_eps=0.05)
     policy = ToyPolicy()

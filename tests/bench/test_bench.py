@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 from batch import rows_of
 from bench import core as bench_core
-from bench.goals import Goal, conclude
+from bench.goals import Goal, PeakMemory, conclude
 from demo.tiny_model import tiny_base
 from policy import Policy
 from sampler import KVSampler
@@ -81,10 +81,18 @@ def test_a_missing_trl_has_a_reason(tmp_path):
     assert bench_core.missing_trl(str(broken)).endswith("No module named 'trl'")
 
 
+def test_the_peak_counts_memory_that_is_freed_again_but_none_from_before():
+    torch.ones(50_000_000)  # 0.2 GB
+    memory = PeakMemory()
+    assert memory.gigabytes() < 0.01
+    torch.ones(25_000_000)
+    assert 0.09 < memory.gigabytes() < 0.12
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_trl_takes_one_step_per_request(ends, tmp_path):
     stub = tmp_path / "python"
-    step = "print('noise'); print(json.dumps({'seconds': 1.5}), flush=True)"
+    step = "print('noise'); print(json.dumps({'seconds': 1.5, 'gigabytes': 0.25}), flush=True)"
     stub.write_text(
         f"#!{sys.executable}\nimport json, sys\nassert sys.argv[1] == '-m' and 'trl' in sys.argv[2]\n"
         f"for line in sys.stdin:\n    {'sys.exit(sys.argv[3])' if ends else step}\n"
@@ -93,9 +101,9 @@ def test_trl_takes_one_step_per_request(ends, tmp_path):
     trl = bench_core.Trl(str(stub), "the reason", {})
     if ends:
         with pytest.raises(RuntimeError, match="the reason"):
-            trl.seconds()
+            trl.step()
     else:
-        assert [trl.seconds(), trl.seconds()] == [1.5, 1.5]
+        assert [trl.step(), trl.step()] == [(1.5, 0.25)] * 2
     trl.close()
     assert trl.process.returncode == (1 if ends else 0)
 
