@@ -1,6 +1,7 @@
 """The layout of the project, read from its source: an order in which each file imports only earlier ones."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def path_of(name):
     return ROOT / f"{name.replace('.', '/')}.py"
 
 
+@functools.cache
 def tree(name):
     return ast.parse(path_of(name).read_text(encoding="utf-8"))
 
