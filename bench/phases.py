@@ -105,8 +105,9 @@ def bench_run(args: argparse.Namespace) -> int:
     watch_run(clock)
     profile = cProfile.Profile() if args.functions else None
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--ranks=1", f"--out={folder}/run", *DEFAULT, *args.flags]
-        print(f"python train.py {' '.join([*DEFAULT, *args.flags])}", flush=True)
+        given = args.flags or DEFAULT
+        flags = ["--ranks=1", f"--out={folder}/run", *given]
+        print(f"python train.py --ranks=1 {' '.join(given)}", flush=True)
         if profile:
             profile.runcall(train.main, flags)
         else:
