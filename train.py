@@ -167,7 +167,7 @@ def explained_endings(command: str = ""):
         resume = f"; resume with: {command}" if command else ""
         remedy = "; free some disk space" if getattr(error, "errno", None) in FULL else ""
         distributed.print_once(message.format(error=error, remedy=remedy, resume=resume))
-        sys.exit(status)
+        distributed.leave(status)
 
 
 def end_hanging_run(why: str, command: str = "") -> None:
