@@ -138,7 +138,7 @@ def gather_columns(rows: list[Row], places: list[int], names: list[str]) -> None
     """Gather the named columns over ranks. This rank has set the columns of `rows[i]` for i in `places`.
 
     Every rank calls this with equal rows and names, and with its own places. A rank sets a column on all of
-    its places or on none. A column that no rank has set stays None.
+    its rows or on none. A column that no rank has set stays None.
     """
     if distributed.world_size() == 1:
         return
@@ -210,7 +210,9 @@ def pad_rows(rows: list[Row], pad_id: int, device: str | torch.device = "cpu") -
 def micro_batches(
     rows: list[Row], tokens: int, pad_id: int, device: str | torch.device = "cpu"
 ) -> Iterator[Batch]:
-    """Yield all rows in batches of similar length, longest first. Short rows with one prompt stay together.
+    """Yield all rows in batches of similar length, longest first.
+
+    Rows that have the same prompt, and are mostly prompt, stay together.
 
     A batch has at most `tokens` tokens, padding included; a longer row is a batch of its own.
     """

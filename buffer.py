@@ -144,7 +144,7 @@ def _has_spread(trajectories: list[Trajectory]) -> bool:
 
 
 class ReplayBuffer:
-    """Episodes collected by B, from which A's updates draw (D of Algorithm 1, section 4.2.1).
+    """Episodes of B, or earlier ones of A, from which A's updates draw (D of Algorithm 1, section 4.2.1).
 
     Strategies, and which episodes they draw first:
         "reward"    highest outcome, then A_off > 0 (better than the mean of the episode's own group)
@@ -180,7 +180,7 @@ class ReplayBuffer:
     def add(self, groups: list[Group], update: int = 0) -> None:
         """Add the usable episodes of whole groups. Their steps must have their advantages already.
 
-        update: the number of A's updates when they were played, from which `draw_metrics` counts their age.
+        update: the number of A's updates when the episodes were played. `draw_metrics` reads it.
         """
         for group in groups:
             usable = group.usable_episodes()
@@ -225,8 +225,8 @@ class ReplayBuffer:
     def sample(self, n: int) -> list[Trajectory]:
         """Draw the n best-ranked distinct episodes, or all if there are fewer.
 
-        "positive" draws fewer than n if it holds fewer positive episodes. With unit "group", whole groups are
-        drawn as long as they fit into n. Raises ValueError if n < 0.
+        "positive" draws only the episodes that it accepts, even if they are fewer than n. With unit "group",
+        whole groups are drawn as long as they fit into n. Raises ValueError if n < 0.
         """
         if n < 0:
             raise ValueError(f"{n} episodes cannot be drawn: give 0 or more")
@@ -249,7 +249,11 @@ class ReplayBuffer:
         self._entries = [entry for entry in self._entries if entry.group in newest]
 
     def draw_metrics(self, drawn: list[Trajectory], update: int) -> dict[str, float]:
-        """Describe a draw: the buffer's episodes, and the age of the drawn ones in updates of A."""
+        """Return the number of episodes in the buffer, and the mean and largest age of the drawn episodes.
+
+        update: the number of A's updates so far. The age of an episode is the number of A's updates since it
+        was played.
+        """
         if not drawn:
             return {}
         played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}

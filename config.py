@@ -120,15 +120,16 @@ class Config:
     buffer_tasks: int = 14
     """Tasks (N episodes each) that B plays into the replay buffer in each loop."""
     buffer_source: Literal["collect", "phase1", "history", "both"] | None = None
-    """What fills the buffer. collect: B plays buffer_tasks tasks for it. phase1: the episodes that B is
-    trained on, at no extra cost. history: A's own last groups. both: phase1 and history. Default: collect,
-    rspo_h history"""
+    """Episodes that fill the buffer. collect: B plays buffer_tasks tasks for it. phase1: the episodes that B
+    is trained on, so B plays no others. history: A's own newest groups. both: phase1 and history. Default:
+    collect, rspo_h history"""
     buffer_keep: int | None = None
     """Newest tasks (N episodes each) that stay in the buffer from loop to loop. Default: rspo_h buffer_tasks,
     else the buffer is emptied after every loop"""
     replay_strategy: Literal["reward", "variance", "random", "positive"] = "reward"
-    """Episodes that the buffer draws first: highest outcome, largest variance in their group, or any.
-    positive: only successes with A_off > 0, least drawn first, then largest A_off."""
+    """Episodes that the buffer draws first. reward: highest outcome. variance: largest variance of outcomes
+    in their group. random: any. positive: only episodes with A_off > 0 and an outcome above the mean of
+    their group; fewest draws first, then largest A_off. Not in the paper: positive."""
     replay_unit: Literal["episode", "group"] = "episode"
     """Draw single episodes or whole groups. Groups with equal outcomes are then skipped."""
     clip_eps: float = 0.2
@@ -137,7 +138,7 @@ class Config:
     """Centre of the clip interval of replayed tokens. moving: c = pi_old / pi_B. one: 1 as in PPO, a control
     that is not in the paper."""
     max_centre: float | None = None
-    """Leave replayed tokens whose centre c = pi_old / pi_B is above this, or below its inverse, out of J_off.
+    """J_off leaves out replayed tokens whose centre c = pi_old / pi_B is above this or below its inverse.
     Not in the paper. Default: none is left out"""
     kl_coef: float = 0.01
     """beta: weight of the k3 estimate of KL(pi || pi_ref). 0 skips the reference model."""
@@ -308,12 +309,12 @@ class Config:
 
     @property
     def buffer_groups(self) -> int:
-        """Return the groups that B plays into the replay buffer: buffer_tasks; with PPO N times as many."""
+        """Return the number of groups that B plays into the buffer: buffer_tasks, with PPO N times that."""
         return self.buffer_tasks * self.group_size // self.episodes_per_task
 
     @property
     def kept_groups(self) -> int:
-        """Return the newest groups that stay in the buffer over loops. 0: it is emptied after every loop."""
+        """Return the number of newest groups that stay in the buffer. 0: it is emptied after every loop."""
         kept = self.buffer_keep or (self.buffer_tasks if self.method == "rspo_h" else 0)
         return kept * self.group_size // self.episodes_per_task
 
@@ -327,7 +328,7 @@ LANGUAGE_MODEL = """--style think --lora_rank 64 --dtype bfloat16 --adam_beta2 0
     --critic_learning_rate 1e-5 --reward_model_lr 1e-5 --warm_start 0
     --history 2 --max_prompt_tokens 2048 --max_new_tokens 512"""
 
-TINY = {  # with these the tiny model starts competent, but has much to learn
+TINY = {  # with these the tiny model can act at the start, but has much to learn
     "household": """--tiny_width 64 --tiny_layers 2 --history 1 --max_prompt_tokens 256 --max_new_tokens 16
         --warm_start 450 --warm_start_turns 128 --warm_start_lr 4e-3 --warm_start_episodes 2000
         --faithful_share 0.15 --expert_share 0.95 --hesitation_share 0 --learning_rate 4e-4
@@ -353,8 +354,8 @@ PAPER = """--model Qwen/Qwen2.5-1.5B-Instruct --reward_model_backbone meta-llama
     --context window --history 2 --max_new_tokens 512 --temperature 1 --eval_temperature 0.4
     --eval_every 15"""
 
-# The episodes that B is trained on are replayed, in place of a collection for the buffer. With the default
-# sizes (k 3, 8 tasks) B adds 18 groups in each loop, and the newest 84 stay.
+# The episodes that B is trained on are replayed, so B plays no others. With the default sizes (k 3, 8 tasks)
+# B adds 18 groups in each loop, and the newest 84 stay.
 CHEAP_SWAP = """--buffer_source phase1 --buffer_keep 84 --replay_strategy positive
     --off_policy_fraction 1/4"""
 

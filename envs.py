@@ -92,7 +92,7 @@ class Env(Protocol):
     def wandering_expert(self, seed: str) -> str:
         """Return a good action for another goal than the task, for demonstrations. This method is optional.
 
-        The seed draws the goal from those that the game allows. Once it is reached, the action looks around.
+        The seed draws one of the goals that the game allows. Once it is reached, the action looks around.
         """
 
 
@@ -132,7 +132,7 @@ class Household:
         return self._room.advice(self._room.searched)
 
     def wandering_expert(self, seed: str) -> str:
-        """Return a good action for a goal of its own (`household.draw_goal`), then look around."""
+        """Return a good action for the drawn goal (`household.draw_goal`). Look around once it is reached."""
         room = self._room.pursuing(household.draw_goal(self._room.game, seed))
         return self.look_around if room.won else room.advice(room.searched)
 

@@ -162,8 +162,8 @@ class Args(Config):
     out: str | None = None
     """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>"""
     preset: Literal["paper-alfworld", "paper-webshop", "cheap-swap"] | None = None
-    """paper-*: the paper's values, or verl-agent's where it gives none. cheap-swap: replay the episodes that
-    B is trained on. Flags on the command line override them. Default: none"""
+    """paper-*: the paper's values, or verl-agent's where the paper gives none. cheap-swap: replay the
+    episodes that B is trained on. Flags on the command line override the preset. Default: none"""
     config: str | None = None
     """Take the flags of this config.json. Flags on the command line override them. Default: none"""
     resume: bool = False
@@ -184,10 +184,10 @@ class Args(Config):
     tiny 1 (more are slower), else all"""
     ranks: str = "auto"
     """Processes that share the work on this machine. auto: one per GPU; without a GPU, the tiny model gets
-    one per core, up to 4, and others get 1. Another number rounds differently. Not read under torchrun."""
+    one per core, up to 4, and others get 1. The number changes rounding. Not read under torchrun."""
     rank_timeout: float = 10.0
-    """With several ranks: end the run if ranks wait and none makes progress for so many minutes. Raise it if
-    one call may take longer, for example to write a large checkpoint to a slow disk."""
+    """End a run of several ranks after so many minutes in which some rank waits and no rank makes progress.
+    Raise it if one call may take longer, for example to write a large checkpoint to a slow disk."""
     tensorboard: bool = False
     """Write <out>/tensorboard too."""
     wandb_project: str | None = None

@@ -105,11 +105,11 @@ def batches_of(agent, rows: list[Row], config: Config) -> Iterator[Batch]:
 
 @torch.no_grad()
 def score_rows(agent, rows: list[Row], column: str, config: Config) -> None:
-    """Set a column of the rows. Each rank scores its share of them and gathers the others.
+    """Set a column of the rows. Each rank scores its share of the rows and gathers the rest.
 
-    column: "ref_logprobs" (of the start), "old_values" (of PPO's critic), or "old_logprobs" (pi_old) and
-    "behavior_logprobs" (pi_b), both from the agent's present weights. Each column has a pass of its own,
-    because its weights differ. So LoRA adapters are switched once a pass.
+    column: "ref_logprobs" (of the starting model), "old_values" (of PPO's critic), "old_logprobs" (pi_old)
+    or "behavior_logprobs" (pi_b). The last two come from the agent's present weights. Columns come from
+    different weights, so each has a pass of its own, and LoRA adapters are switched once per pass.
     """
     local = local_rows(rows)
     for batch in batches_of(agent, [rows[i] for i in local], config):
@@ -124,10 +124,10 @@ def score_rows(agent, rows: list[Row], column: str, config: Config) -> None:
 
 
 def score_minibatches(agent, minibatches: list[tuple[list[Row], list[Row]]], config: Config) -> None:
-    """Set what the losses read of the minibatches (fresh rows, replayed rows) of one epoch.
+    """Set the columns that the losses read, for the minibatches (fresh rows, replayed rows) of one epoch.
 
     The rows of the first minibatch get pi_old in `policy_loss`, since no weight has moved before it. With
-    `max_centre`, its replayed rows need pi_old here, since it decides which tokens are counted.
+    `max_centre`, its replayed rows get pi_old here, because pi_old decides which tokens are counted.
     """
     rows = [row for minibatch in minibatches for part in minibatch for row in part]
     if config.kl_coef:
@@ -143,8 +143,8 @@ def score_minibatches(agent, minibatches: list[tuple[list[Row], list[Row]]], con
 def set_behavior_logprobs(agent, groups: list[Group], config: Config) -> None:
     """Set log pi_b of every action token, the denominator of its importance ratio when it is replayed.
 
-    agent: the agent that played the groups, with the weights that it had then. So this comes before its next
-    update. log pi_b comes from the trainer's forward pass, not from the sampler.
+    agent: the agent that played the groups, with the weights that it had then. So call this before the
+    agent's next update. log pi_b comes from the trainer's forward pass, not from the sampler.
     """
     rows = [
         row for group in groups for episode in group.usable_episodes("outcome") for row in rows_of(episode)
@@ -158,8 +158,8 @@ def set_behavior_logprobs(agent, groups: list[Group], config: Config) -> None:
 def swap_rewards(groups: list[Group], config: Config) -> None:
     """Swap the reward: from now on the episodes count by their outcome, in the buffer and in A's updates.
 
-    Sets A_off on every step, computed from outcomes inside each whole group. It replaces the advantages of
-    an update on dense rewards, so it comes after that update. With PPO, A_off is computed only when an
+    Sets A_off on every step, computed from outcomes inside each whole group. A_off replaces the advantages of
+    an update on dense rewards, so call this after that update. With PPO, A_off is computed only when an
     episode is drawn, with the critic that A has then.
     """
     if config.algo != "ppo":
@@ -167,9 +167,10 @@ def swap_rewards(groups: list[Group], config: Config) -> None:
 
 
 def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals) -> torch.Tensor:
-    """-min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus, per token (B, T), 0 where masked.
+    """Return -min(r A, clip(r, c - eps, c + eps) A) + beta KL - entropy bonus (B, T), 0 where masked.
 
-    Rows without pi_old are in the first optimizer step. The agent still is pi_old: its log-probs are kept.
+    Rows without pi_old belong to the first optimizer step. No weight has moved since pi_old, so the agent's
+    log-probs are stored as those of pi_old.
     """
     logprobs, entropy = agent.logprobs(batch, with_entropy=True)
     if batch.rows[0].old_logprobs is None:
@@ -272,9 +273,9 @@ def update(
     rng     shuffles the rows into minibatches
 
     J_on and J_off are each a mean over their own action tokens. So an optimizer step divides by two token
-    counts, each taken over all micro-batches and ranks. With `max_centre`, replayed tokens with a centre c
-    beyond it leave J_off and its count. Returns the update's metrics (docs/METRICS.md). Raises
-    NothingToTrainOn if no fresh episode is usable.
+    counts, each taken over all micro-batches and ranks. With `max_centre`, J_off and its count leave out
+    replayed tokens with a centre c above it or below its inverse. Returns the update's metrics
+    (docs/METRICS.md). Raises NothingToTrainOn if no fresh episode is usable.
     """
     started = time.perf_counter()
     if config.algo != "ppo":
@@ -365,7 +366,7 @@ def train(
         return update(agent, groups, replayed, reward, config, rng)
 
     def fill_buffer(groups: list[Group], updates: int) -> None:
-        """Add episodes that A had `updates` updates before; they have log pi_b already."""
+        """Swap the reward of groups and add them. They have log pi_b. A had `updates` updates before them."""
         swap_rewards(groups, config)
         replay.add(groups, updates)
         if config.kept_groups:
@@ -382,7 +383,7 @@ def train(
                     set_behavior_logprobs(explorer, groups, config)
                 metrics = learn(explorer, groups, [], config.explorer_reward, number)
                 log("explorer", groups, metrics, done)
-                if "phase1" in sources:  # the cheap swap: B's training batches are replayed too
+                if "phase1" in sources:  # the cheap swap: the episodes that B is trained on are replayed
                     fill_buffer(groups, done)
             if "collect" in sources:
                 groups = world.collect(explorer, config.buffer_groups)

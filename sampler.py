@@ -129,7 +129,7 @@ class Cache:
     """
 
     def __init__(self, size: int):
-        self.size = size  # columns to allocate whenever a buffer is made or too short
+        self.size = size  # columns of every new or enlarged buffer
         self.columns = 0  # columns in use
         self.layers: list[list[Tensor]] = []  # [keys, values] of each layer
 

@@ -34,8 +34,8 @@ class NoisyPlayer:
     """A player that follows the searching expert in some turns, and hesitates or errs in the others.
 
     Each episode is faithful with probability `faithful_share`: the expert then pursues the stated task. In
-    the others it pursues another goal of the same game, and looks around once that is reached. A model that
-    imitates it learns every skill, but not that the task matters.
+    the other episodes the expert pursues another goal of the same game, and looks around once it has reached
+    that goal. A model that imitates this player learns to act, but not to follow the task.
 
     Each turn draws u in [0, 1):
         u < expert_share                       the searching expert's action, which uses no hidden fact
@@ -105,7 +105,7 @@ def demonstrations(
     faithful_share: float = 1.0,
     games: int | None = None,
 ) -> list[Trajectory]:
-    """Play training games with a `NoisyPlayer`. Raises ValueError if the environment has no such expert.
+    """Play training games with a `NoisyPlayer`. Raises ValueError if the environment lacks the expert.
 
     Games are drawn independently of the task stream. `games` limits them to the first games of that stream,
     for environments where a new game is expensive. Demonstration i does not depend on the number of episodes.
@@ -136,7 +136,7 @@ def warm_start(
     The loss is the mean cross-entropy of the replies' tokens. An update takes rows until they have at least
     `turns_per_update` turns. The order of the rows is random. A new order is drawn after each pass.
     The learning rate rises to `learning_rate` and falls (`rise_and_fall`). Every rank calls this with equal
-    arguments; each one computes the gradient of its share of the rows.
+    arguments and computes the gradient of its share of the rows.
 
     Raises ValueError if no demonstration is usable, FloatingPointError if the loss diverges.
     """

@@ -139,10 +139,10 @@ def make_game(split: str, index: int) -> tuple[Game, list[str]]:
 
 
 def draw_goal(game: Game, seed: str) -> Game:
-    """Draw a goal that the room of this game allows, other than its task: the same contents, another task.
+    """Return this game with another task that its room allows, drawn with the seed.
 
-    The goal is Pick, Clean, Heat, Cool or Look, with an object that lies in the room. Its appliance or lamp
-    is in the room. As in a game, the object does not start in the target.
+    The new task is Pick, Clean, Heat, Cool or Look. Its object, and its appliance or lamp, are in the room.
+    As in a game, the object does not start in the target.
     """
     rng = random.Random(seed)
     places = {name: receptacle for receptacle, names in game.contents for name in names}
@@ -349,7 +349,7 @@ class Room:
         return self._at(game.target, f"move {held} to {game.target}")
 
     def pursuing(self, goal: Game) -> Room:
-        """Return this room as if `goal` were its task, to read `won` and `advice` in the current state."""
+        """Return this room with the task of `goal`, to read `won` and `advice` in the current state."""
         room = copy.copy(self)
         room.game = goal
         return room

@@ -1,8 +1,8 @@
-"""Remake an experiment from nothing: `python -m reproduce NAME`.
+"""Run an experiment from start to end: `python -m reproduce NAME`.
 
-It trains every arm at every seed, as many runs at once as there are cores, and writes NAME.md, NAME.json and
-NAME.png. Stopped with Ctrl-C or cut off, the same command continues. Runs that several experiments share are
-trained once. docs/RESULTS.md describes the tables and the rule of the verdicts.
+It trains every arm with every seed and writes NAME.md, NAME.json and NAME.png. By default it runs one process
+per core. After Ctrl-C or a kill, the same command continues. Runs that several experiments share are trained
+once. docs/RUNNING.md describes the tables and the rule of the verdicts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reproduce.runs import (
     with_preparing_runs,
 )
 
-# One start and one seed of a short run: it checks the command, not the claims.
+# The sizes of a short run, which checks the command but not the claims
 QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episodes 600
     --reward_model_episodes 300"""
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m reproduce",
         description=__doc__,
-        epilog="All other flags are train.py's, for every run: --model DIR, --webshop_data DIR, ...",
+        epilog="All other flags are passed to train.py in every run: --model DIR, --webshop_data DIR, ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     papers = [name for name in PRESETS if name.startswith("paper")]
     parser.add_argument("--preset", choices=papers, help="preset of train.py, in place of --env")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="folder [runs/reproduce]")
-    parser.add_argument("--processes", type=int, help="runs at once [all cores; with --preset 1]")
+    parser.add_argument("--processes", type=int, help="runs at the same time [one per core; with --preset 1]")
     return parser
 
 
@@ -106,7 +106,7 @@ def list_experiments(experiments: dict[str, Experiment], scale: list[str], seeds
 
 
 def experiments_at(scale: list[str], quick: bool) -> dict[str, Experiment]:
-    """Return the experiments, with one start if they are quick, or if no Household game makes the others."""
+    """Return the experiments. Only Household with a warm start has several starts; --quick has one."""
     flags = read_quietly(scale)
     if flags.env == "household" and flags.warm_start and not quick:
         return EXPERIMENTS

@@ -69,7 +69,7 @@ STARTS = {  # flags that change the starting model, by name; Household only, oth
     "hesitating": "--faithful_share 1 --expert_share 0.5 --hesitation_share 0.45",
 }
 
-# Replay of episodes with A_off > 0 only, from a buffer that keeps its newest groups over loops
+# Only episodes with A_off > 0 are replayed. The buffer keeps its newest groups from loop to loop.
 POSITIVE = "--replay_strategy positive --buffer_keep {keep} --off_policy_fraction"
 CHEAP = f"--buffer_source phase1 {POSITIVE} 1/4"  # the preset cheap-swap
 BOTH = f"--buffer_source both {POSITIVE} 1/2"
@@ -97,7 +97,7 @@ ARMS = {
     "alpha-1-8": Arm("RSPO, α = 1/8", "--off_policy_fraction 1/8 --tasks_per_update 16 --buffer_tasks 28"),
     "alpha-1-4": Arm("RSPO, α = 1/4", "--off_policy_fraction 1/4 --tasks_per_update 16 --buffer_tasks 28"),
     "alpha-1-2": Arm("RSPO, α = 1/2", "--off_policy_fraction 1/2 --tasks_per_update 16 --buffer_tasks 28"),
-    "grpo-tasks": Arm("GRPO, more tasks an update", "--method outcome --tasks_per_update {more_tasks}"),
+    "grpo-tasks": Arm("GRPO, more tasks per update", "--method outcome --tasks_per_update {more_tasks}"),
     "grpo-steps": Arm("GRPO, twice the optimizer steps", "--method outcome --minibatch_turns {half_turns}"),
     "cheap": Arm("cheap swap", CHEAP),
     "cheap-o": Arm("cheap swap, B on outcomes", f"--method rspo_o {CHEAP}"),
@@ -190,7 +190,7 @@ EXPERIMENTS = {
         ),
     ),
     "figure3": Experiment(
-        "What does an agent learn that is trained on dense rewards only?",
+        "What does an agent learn from dense rewards only?",
         ("dense", "grpo"),
         (Claim("GRPO on outcomes is ahead of GRPO on dense rewards", "grpo", "dense"),),
         paper_says="success rises to about .49 near update 110 of 150 and then falls to about .1, while the "
@@ -242,7 +242,7 @@ EXPERIMENTS = {
         ),
     ),
     "noise": Experiment(
-        "Does RSPO survive a noisy reward model?",
+        "Is RSPO robust to noise in the dense scores?",
         ("rspo", "noise-0.1", "noise-0.3", "grpo"),
         (
             Claim("σ = 0 is ahead of σ = 0.1", "rspo", "noise-0.1"),
@@ -271,18 +271,18 @@ EXPERIMENTS = {
         ),
         (
             Claim("the published swap is ahead of GRPO", "rspo", "grpo"),
-            Claim("the published swap is ahead of RSPO_O (is it the dense reward?)", "rspo", "rspo_o"),
+            Claim("the published swap is ahead of RSPO_O (effect of the dense reward)", "rspo", "rspo_o"),
             Claim("the cheap swap is ahead of GRPO", "cheap", "grpo"),
             Claim("the cheap swap is ahead of the published swap", "cheap", "rspo"),
             Claim(
-                "the cheap swap is ahead of itself with B on outcomes (is it the dense reward?)",
+                "the cheap swap is ahead of the cheap swap with B on outcomes (effect of the dense reward)",
                 "cheap",
                 "cheap-o",
             ),
-            Claim("the cheap swap is ahead of A's own history (is it the replay?)", "cheap", "history"),
-            Claim("the cheap swap is ahead of GRPO with more tasks (is it the data?)", "cheap", "grpo-tasks"),
+            Claim("the cheap swap is ahead of A's own history (effect of B's episodes)", "cheap", "history"),
+            Claim("the cheap swap is ahead of GRPO with more tasks (effect of data)", "cheap", "grpo-tasks"),
             Claim("the cheap swap is ahead of GRPO with twice the optimizer steps", "cheap", "grpo-steps"),
-            Claim("the cheap swap is ahead of itself with the clip centred at 1", "cheap", "cheap-clip"),
+            Claim("the cheap swap is ahead of one with the clip centred at 1", "cheap", "cheap-clip"),
             Claim("both sources are ahead of the cheap swap", "both", "cheap"),
             Claim("GiGPO with the published swap is ahead of GiGPO", "rspo-gigpo", "gigpo"),
             Claim("GiGPO with the cheap swap is ahead of GiGPO", "cheap-gigpo", "gigpo"),

@@ -75,7 +75,7 @@ def draw_training(ax, section: dict, key: str) -> None:
 
 
 def draw_band(ax, curves: list[list[tuple[float, float]]], label: str, marker: str = "") -> None:
-    """Draw the mean of curves that have the same x, and a band from the lowest to the highest."""
+    """Draw the mean of curves with the same x, and a band from the lowest curve to the highest."""
     x = [point[0] for point in curves[0]]
     columns = list(zip(*([point[1] for point in points] for points in curves), strict=True))
     (line,) = ax.plot(x, [mean(list(column)) for column in columns], marker=marker, lw=1.2, label=label)
@@ -84,7 +84,7 @@ def draw_band(ax, curves: list[list[tuple[float, float]]], label: str, marker: s
 
 
 def draw_leads(ax, rows: list[dict]) -> None:
-    """Draw the lead of each swap over the share of groups without spread, a point per start and seed."""
+    """Draw the lead of each swap over the share of groups without spread, one point per start and seed."""
     for claim in dict.fromkeys(row["claim"] for row in rows):
         points = [point for row in rows if row["claim"] == claim for point in row["points"]]
         ax.plot([x for x, _ in points], [y for _, y in points], "o", ms=4, label=claim)

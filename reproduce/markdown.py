@@ -6,7 +6,7 @@ from reproduce.tables import FIFTHS, FIRST, MEASURES, rule_for_users
 
 
 def number(found: dict | None, digits: int = 1) -> str:
-    """Return mean ± std."""
+    """Return the text "mean ± std", without "± std" for one seed and empty without runs."""
     if not found or found["mean"] is None:
         return ""
     if found["std"] is None:

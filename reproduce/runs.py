@@ -1,9 +1,9 @@
-"""Runs of train.py: what to run, in which folder, and as many at once as there are processes.
+"""Runs of train.py: their flags and folders, and a loop that runs several at the same time.
 
-Every arm and seed is a run of its own. Runs of one seed begin with the same start/ and reward_model/, which a
-short preparing run makes. They receive these folders as hard links, together with their config.json, and are
-then started with --resume. So a run that was cut off continues, and a run gives the same numbers as
-`python train.py` with the arm's flags, which makes the two folders itself.
+Each pair of an arm and a seed is one run. A short preparing run makes start/ and reward_model/ once for all
+runs of a start and a seed. These runs receive the two folders as hard links, and a config.json. They are
+started with --resume, so a run that was stopped continues. The numbers equal those of `python train.py` with
+the arm's flags, which makes the two folders itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from scale.plan import loop_size
 
 ROOT = Path(__file__).parent.parent
 PANELS = 7  # evaluations of a run, besides the one at its start
-MULTIPLE = 2520  # a number of updates that every k up to 10 divides, to read flags before it is known
-LAST_LINES = 5  # of the console of a failed run
+MULTIPLE = 2520  # a multiple of every k up to 10: total_updates while the true value is not known yet
+LAST_LINES = 5  # lines shown of the console of a failed run
 
 # The shortest run that makes start/ and reward_model/.
 PREPARING = "--method dense --k 1 --total_updates 1 --tasks_per_update 1 --group_size 2 --eval_games 1"
@@ -39,7 +39,7 @@ PREPARING = "--method dense --k 1 --total_updates 1 --tasks_per_update 1 --group
 
 @dataclass(frozen=True)
 class Run:
-    """A run of train.py in its folder. It starts after the run `source` has ended, and shares its models."""
+    """A run of train.py in its folder. It starts after its preparing run `source`, whose models it uses."""
 
     folder: Path
     args: Args
@@ -72,7 +72,7 @@ def derived(args: Args) -> dict[str, int]:
 
 
 def updates_of(args: Args, episodes: int) -> int:
-    """Return the updates of A with which a run plays about this many episodes, in whole loops."""
+    """Return the number of A's updates, in whole loops, with which a run plays about this many episodes."""
     return max(1, round(episodes / loop_size(args)["episodes"])) * args.k
 
 
@@ -85,8 +85,8 @@ def read_quietly(flags: list[str]) -> Args:
 def args_of(scale: list[str], start: str, arm: str) -> Args:
     """Return the complete flags of an arm. Raises UsageError.
 
-    scale: flags of every run. All arms play as many episodes as published RSPO in its --total_updates, and
-    evaluate PANELS times.
+    scale: flags of every run. All arms play as many episodes as published RSPO in its --total_updates. All
+    arms evaluate about PANELS times.
     """
     common = [*scale, *STARTS[start].split()]
     published = read_quietly(common)
@@ -176,7 +176,7 @@ def make_folder(run: Run) -> None:
 
 
 def link_files(source: Path, to: Path) -> None:
-    """Fill a folder with hard links to the files of another one: large models are stored once."""
+    """Fill a folder with hard links to the files of `source`, so that large models are stored once."""
     shutil.copytree(source, to, copy_function=os.link, dirs_exist_ok=True)
 
 
@@ -185,7 +185,7 @@ def start_process(run: Run) -> subprocess.Popen:
     make_folder(run)
     command = [sys.executable, str(ROOT / "train.py"), "--resume", "--out", str(run.folder.resolve())]
     if run.args.model == "tiny" and run.args.ranks == "auto":
-        command.append("--ranks=1")  # the cores serve several runs, and no number depends on their count
+        command.append("--ranks=1")  # several runs share the cores; no number may depend on the cores
     with open(run.folder / "console.log", "a") as console:
         return subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, start_new_session=True)
 
@@ -207,7 +207,7 @@ def run_all(
     say: Callable[[str], None] = print,
     pause: float = 0.2,
 ) -> list[Run]:
-    """Run what is not finished, `processes` at a time, in order. Returns the runs that failed.
+    """Run all unfinished runs in order, `processes` at the same time. Return the runs that failed.
 
     A run whose preparing run fails is not started and counts as failed. Ctrl-C stops all processes and raises
     KeyboardInterrupt; the same call then continues.

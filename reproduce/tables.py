@@ -1,17 +1,18 @@
 """The tables of an experiment, from the logs of its runs: arms, claims with verdicts, and when the swap pays.
 
 `report_of` reads the logs and returns everything as one dictionary, which is the JSON file. markdown.py and
-figure.py read nothing else, so all three files hold the same numbers.
+figure.py read only this dictionary, so all three files hold the same numbers.
 
-Two axes, always: updates of A, and environment episodes. A curve is the success on the panels over one axis.
-To compare two arms on an axis, both curves are cut where the shorter one ends; a point between two panels is
-interpolated. Three measures of a cut curve:
+Every comparison has two axes: updates of A, and environment episodes. A curve is the success on the panels
+over one axis. To compare two arms on an axis, both curves are cut where the shorter one ends. A point between
+two panels is interpolated. A cut curve has three measures:
 
     end      success at the cut
     last 3   mean of the last three points
-    area     area under the curve by the trapezoid rule, divided by its length: the mean success on the way
+    area     area under the curve by the trapezoid rule, divided by its length: the mean success of the run
 
-RULE is the rule of the verdicts. Differences and success are in percentage points here, in 0-1 in the logs.
+RULE is the rule of the verdicts. Success and differences are in percentage points in this file. The logs have
+success in [0, 1].
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from reproduce.arms import ARMS, STARTS, Claim, Experiment
 from reproduce.runs import Plan, Run
 
 AXES = {"updates": "update", "episodes": "environment_episodes"}  # axis: key of the log
-FIRST = 9  # updates of A whose groups without spread are counted
+FIRST = 9  # the first updates of A, whose groups without spread are counted
 POINTS = {"1/3": 1 / 3, "2/3": 2 / 3, "the end": 1.0}  # of a run, for repeated states
-WINDOW = 5  # updates that a point averages
+WINDOW = 5  # updates averaged at each of POINTS
 FIFTHS = 5  # parts of a dense-only run
 
 RULE = (
@@ -112,7 +113,7 @@ def difference(values: list[float]) -> dict:
 
 
 def spread(values: list[float]) -> dict:
-    """Return the mean and the standard deviation; None for what too few values do not have."""
+    """Return the mean and the standard deviation, each None if there are too few values."""
     average = mean(values) if values else None
     return {"mean": average, "std": statistics.stdev(values) if len(values) > 1 else None}
 
@@ -148,7 +149,7 @@ def results_of(plan: Plan) -> dict[tuple[str, str, int], Result]:
 
 
 def of_seed(result: Result, split: str, training: tuple[str, ...]) -> dict:
-    """Return what the report keeps of one run. Success in %."""
+    """Describe one run for the report: its panels, counts and training curves. Success on panels is in %."""
     panels = result.panels(split)
     updates = result.of("policy")
     first = [line["zero_spread_groups"] for line in updates[:FIRST]]
@@ -167,7 +168,7 @@ def of_seed(result: Result, split: str, training: tuple[str, ...]) -> dict:
 
 
 def points_of(seed: dict, axis: str) -> Curve:
-    """Return the curve of a report's seed over an axis."""
+    """Return the curve over an axis from a run that `of_seed` has described."""
     place = list(AXES).index(axis)
     return [(point[place], point[2]) for point in seed["curve"]]
 
@@ -325,10 +326,10 @@ def repeated_of(rspo: dict, grpo: dict) -> dict:
 
 
 def leads_of(leads: tuple[Claim, ...], sections: list[dict]) -> list[dict]:
-    """Return for each lead and each start: the baseline's groups without spread, and the lead.
+    """Return a row for each lead and each start, with the lead and the baseline's groups without spread.
 
-    The lead is that of the area at equal episodes. Each row holds a point per seed: (share of groups without
-    spread in the baseline's first updates, lead), both in %.
+    The lead is the difference of the areas at equal episodes. A row has one point per seed: (share of groups
+    without spread in the baseline's first updates, lead), both in %.
     """
     rows = []
     for lead in leads:

@@ -6,7 +6,7 @@ variables that torchrun would set, waits, and exits with the status of the first
 launcher imports no torch and holds no GPU. `--ranks 1` starts nothing, so a debugger works.
 
 A pipe leads from the launcher to the ranks. It holds one byte: the rank that reads it prints its error, the
-others stay silent. A rank whose pipe hangs up has lost its launcher, and ends. Ranks ignore Ctrl-C; the
+others stay silent. If the launcher ends, the pipe hangs up, and the ranks end. Ranks ignore Ctrl-C. The
 launcher passes it on as SIGTERM, which a rank treats like Ctrl-C (scale/distributed.py).
 
 torch.distributed.run is not used, because importing it takes longer than starting the ranks, and because it
@@ -138,7 +138,7 @@ def join() -> None:
 
 
 def claim() -> bool:
-    """Return True in the first process of the run that calls this: it may print an error."""
+    """Claim the right to print an error. Return True only in the first process of the run that calls this."""
     try:
         return os.read(int(os.environ[PIPE]), 1) != b""
     except BlockingIOError:
@@ -156,7 +156,7 @@ def _end_with_launcher() -> None:
 
 
 def main(ranks: int, command: list[str]) -> int:
-    """Run the command as so many ranks. Return the exit status."""
+    """Start the command once per rank and wait. Return the exit status of the run."""
     received: list[int] = []  # signals
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -198,9 +198,9 @@ def reserved_port() -> socket.socket:
 
 
 def wait_for(processes: list[subprocess.Popen], received: list[int]) -> int | None:
-    """Wait until all processes have ended. Return the place of the first one that failed, if any.
+    """Wait until all processes have ended. Return the rank of the first one that failed, or None.
 
-    If one fails, or if this process has received a signal, the others are ended: by SIGTERM, later SIGKILL.
+    If a process fails, or if this process receives a signal, the others get SIGTERM and later SIGKILL.
     """
     failed, began, sent = None, None, None
     while any([process.poll() is None for process in processes]):  # a list, so that all are polled
