@@ -10,7 +10,7 @@ prompt, and the action as the reply. `StepRewardModel.rows` makes both inputs, f
 
 The model is fitted once, on episodes collected beforehand, and then frozen. The paper names neither these
 episodes nor the trained layers. Here the backbone is fine-tuned together with the head.
-record/reward_fit.py reports how good a fit is, record/reward_model_files.py saves and loads the model.
+record/reward_fit.py reports the quality of a fit. record/reward_model_files.py saves and loads the model.
 
 A score is read where a row's span ends. Rows are padded on the right and attention is causal, so no token
 sees padding and no attention mask is needed.

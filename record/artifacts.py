@@ -235,10 +235,10 @@ def reward_model_settings(args: Args, base) -> dict:
 
 
 def named_reward_model(args: Args, base) -> StepRewardModel | None:
-    """Load the model of --reward_model, the one that a resumed run has fitted, or --reward_model_backbone.
+    """Load the step reward model that the flags name, before there is a run folder. None if they name none.
 
-    It is loaded before there is a run folder. The last one is not fitted yet. Returns None without any of
-    them. Raises UsageError.
+    It is the model of --reward_model, the fitted model of a resumed run, or the model of
+    --reward_model_backbone, which is not fitted yet. Raises UsageError.
     """
     if args.reward_model:
         with usage_error(f"--reward_model {args.reward_model}: "):

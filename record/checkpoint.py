@@ -102,7 +102,7 @@ def sweep(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a folder, or warn that it cannot be removed. The run does not need it any more."""
+    """Remove a file or a folder that the run no longer needs. Warn if it cannot be removed."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -247,10 +247,9 @@ def read(path: Path) -> Checkpoint:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ValueError unless the run folder, which may be missing, and what is in it can be written.
+    """Raise ValueError unless the run folder and its files can be written. The folder may be missing.
 
-    A folder is made and removed as a probe, because permission bits do not tell everything: they say nothing
-    about a read-only disk or about /proc.
+    The check makes and removes a folder, because permission bits do not show a read-only disk or /proc.
     """
     present = folder
     while not present.exists() and present != present.parent:

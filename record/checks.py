@@ -119,7 +119,7 @@ SETTINGS = {"config.json", "adapter_config.json"}
 
 @contextlib.contextmanager
 def refused(args, name: str):
-    """Raise the error of a file as a UsageError of this flag."""
+    """Turn an error about a file into a UsageError of this flag."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -227,7 +227,7 @@ def check_tiny(args, env: Env) -> None:
 
 
 def check_spelling(args) -> None:
-    """Raise UsageError unless --ranks and --device have a value that exists on some machine."""
+    """Raise UsageError unless the values of --ranks and --device are well formed."""
     if args.ranks != "auto" and not re.fullmatch(r"[1-9]\d{0,2}", args.ranks, re.ASCII):
         refuse(args, "ranks", "must be auto or a whole number from 1 to 999")
     if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", args.device):

@@ -80,7 +80,7 @@ def of_base(base) -> dict:
 
 
 def of_evaluated(parts: dict, saved: Checkpoint | None) -> dict:
-    """Return the fingerprints of an evaluated policy: `parts` of its base, and its checkpoint if any."""
+    """Return the fingerprints of an evaluated policy: `parts` of its base, and of its checkpoint if any."""
     if saved is None:
         return parts
     return parts | {"checkpoint": of_tensors(saved.tensors["policy"])}

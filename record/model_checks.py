@@ -1,9 +1,9 @@
 """The checks of a model that need no torch: its folder, its tokenizer, the names and shapes of its weights.
 
-record/checks.py checks a folder with these functions before anything loads, and model.py when it loads.
+record/checks.py calls these functions before anything is loaded, model.py while it loads a model.
 
-A folder may be incomplete, damaged, or no model at all, and what loads it may then raise any error, or load
-something else in silence. Every refusal is a ValueError of one line.
+A folder may be incomplete, damaged, or no model at all. A library that loads it may then raise any error, or
+load something else in silence. Every refusal is a ValueError of one line.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_shapes(what: str, expected: Mapping, found: Mapping) -> None:
 
 
 def check_fetched(file: Path) -> None:
-    """Raise ValueError for a file that holds only the address of its content: a clone without git-lfs."""
+    """Raise ValueError if a file is a git-lfs pointer, which holds only the address of its content."""
     with file.open("rb") as stream:
         if stream.read(len(POINTER)) == POINTER:
             raise ValueError(f"{file} is a git-lfs pointer; run git lfs pull in its repository")
@@ -95,8 +95,8 @@ def read_json(file: Path) -> dict:
 def base_of_adapter(folder: Path) -> str:
     """Return the folder or the hub id of the model that an adapter was trained on.
 
-    The policy of a run that was moved finds the run's start/ beside it. Raises ValueError if the base is not
-    named, is not there, or is an adapter too.
+    If the run folder was moved, the base of its policy/ is the start/ beside it. Raises ValueError if the
+    base is not named, is not there, or is an adapter too.
     """
     file = folder / "adapter_config.json"
     base = read_json(file).get("base_model_name_or_path")
@@ -179,9 +179,9 @@ def check_tokenizer(chat: Chat, rows: int) -> None:
 def rendering_gap(chat: Chat) -> str:
     """Say how prompts differ from the tokenizer's ids of the rendered chat. Return "" if they are equal.
 
-    `Chat` encodes each text apart from the template. Some tokenizers join a text with the words of the
-    template beside it, or put a space before every text. Sampling and training read the ids of `Chat`, so
-    they agree with each other. The ids of a sampled reply are never compared: they stay as sampled.
+    `Chat` encodes each text separately from the template. Some tokenizers join a text with the words of the
+    template beside it, or put a space before every text. Sampling and training both read the ids of `Chat`,
+    so they agree. The ids of a sampled reply are never compared: they stay as sampled.
     """
     first, later = "Your task is to: find mug 1.", "You see desk 2. Write <action>look</action>"
     after_reply = render(chat.tokenizer, [("user", first), ("assistant", REPLY), ("user", later)])
@@ -195,7 +195,8 @@ def rendering_gap(chat: Chat) -> str:
             same = len(os.path.commonprefix([ours, theirs]))
             shown = [chat.tokenizer.convert_ids_to_tokens(ids[same : same + 3]) for ids in (ours, theirs)]
             return (
-                "its tokenizer joins texts with its chat template. Prompts are encoded apart from it: "
-                f"they have {shown[0]} in place of {shown[1]}, so the model may act a little worse at first"
+                "its tokenizer joins texts with its chat template. Prompts are encoded separately from the "
+                f"template: they have {shown[0]} in place of {shown[1]}, so the model may act a little worse "
+                "at first"
             )
     return ""

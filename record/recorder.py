@@ -162,7 +162,7 @@ class Recorder:
         self.show(line)
 
     def show(self, line: dict) -> None:
-        """Show the phase that begins, and after an update of A its metrics, in the progress bar."""
+        """Show the next phase in the progress bar, and after an update of A its metrics too."""
         self.bar.set_description(phase_after(line, self.args), refresh=False)
         if line["agent"] == "policy":
             advance(self.bar, success=line["success"], KL=line.get("kl_on", 0.0))

@@ -1,4 +1,4 @@
-"""The quality of a fit of the step reward model: the held-out tasks and the report on them."""
+"""The quality of a fit of the step reward model: the choice of held-out tasks, and the report on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHANCE_AUC = 0.6  # a fit with a lower AUC has learned too little
 def split_by_task(trajectories: list[Trajectory], held_out: float, rng: random.Random) -> tuple[list, list]:
     """Split episodes into (training, held-out). No task is in both.
 
-    Solved and unsolved tasks are held out in the same proportion. Raises ValueError if there is one task.
+    Solved and unsolved tasks are held out in the same proportion. Raises ValueError for fewer than two tasks.
     """
     solved: dict[str, bool] = {}  # by task: True if one of its episodes is a success
     for trajectory in trajectories:
@@ -48,7 +48,7 @@ def quality(predicted: list[float], trajectories: list[Trajectory]) -> dict[str,
 
 
 def area_under_roc(scores: list[float], positive: list[bool]) -> float | None:
-    """Return the share of (positive, negative) pairs in order; ties count half. None if there is no pair."""
+    """Return the share of pairs whose positive has the higher score; ties count half. None without pairs."""
     positives = [score for score, is_positive in zip(scores, positive, strict=True) if is_positive]
     negatives = sorted(score for score, is_positive in zip(scores, positive, strict=True) if not is_positive)
     if not positives or not negatives:
@@ -89,12 +89,12 @@ def fit_report(training: list[Trajectory], held_out: list[Trajectory], predicted
 
 
 def faults_of_fit(report: dict) -> list[str]:
-    """Return the tests that a fit has failed, in words. An AUC that is not known fails no test."""
+    """Return the tests that a fit has failed, in words. An undefined AUC fails no test."""
     auc, mse, mse_of_mean = report["auc"], report["mse"], report["mse_of_mean"]
     faults = []
     if auc is not None and auc < CHANCE_AUC:
         faults.append(f"its AUC of success is {auc:.2f}, below {CHANCE_AUC} (chance: 0.5)")
     if not mse < mse_of_mean:
-        known = "" if auc is not None else ", and its AUC is not known, as all end alike"
+        known = "" if auc is not None else ", and its AUC is not known, as all outcomes are equal"
         faults.append(f"its MSE of {mse:.3g} is not below the {mse_of_mean:.3g} of the mean{known}")
     return faults

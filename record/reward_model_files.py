@@ -31,8 +31,8 @@ def save_reward_model(model: StepRewardModel, folder: str | Path) -> None:
 def load_reward_model(folder: str | Path, chat: Chat, **settings) -> StepRewardModel:
     """Load a step reward model. Raises ValueError if files are missing, damaged or foreign.
 
-    chat: the policy's, which the model reads with unless it has its own tokenizer. settings: of
-    `StepRewardModel`.
+    chat: the policy's chat, which the model uses unless it has its own tokenizer. settings: further arguments
+    of `StepRewardModel`.
     """
     from transformers import AutoConfig
 
