@@ -1,8 +1,8 @@
-"""Where the time of a run goes: `python -m bench run [flags of train.py]`.
+"""Measure the time of a run by phase: `python -m bench run [flags of train.py]`.
 
 The run takes place in this process, on one rank. A `Clock` wraps a few functions of the program and adds the
-time spent in each to its phase. A wrapped function that calls another one is charged only for the rest, so
-the phases add up to the whole run. Times are wall-clock seconds.
+time spent in each to its phase. If one wrapped function calls another, the time of the inner one counts only
+for the inner phase. So the phases add up to the whole run. Times are wall-clock seconds.
 
 Left out: time inside environment workers and in other ranks.
 """

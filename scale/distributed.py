@@ -35,7 +35,8 @@ from torch import distributed as dist
 from scale import launch
 
 TO_START = datetime.timedelta(minutes=5)  # time for all ranks to find each other
-# Others wait while rank 0 writes a checkpoint. A dead rank is noticed at once, a rank that hangs by `watch`.
+# The other ranks wait while rank 0 writes a checkpoint. They notice a dead rank at once; `watch` ends a run
+# in which a rank hangs.
 TO_ANSWER = datetime.timedelta(days=2)
 TO_PRINT = datetime.timedelta(seconds=10)
 BUCKET = 2**26  # gradient elements per all-reduce: 256 MB in fp32
@@ -175,7 +176,7 @@ class Progress:
         return moved
 
     def exchange(self, seconds: float, ended: threading.Event) -> None:
-        """Count this rank's progress and read that of all ranks, again and again until `ended` is set."""
+        """Count this rank's progress and read the progress of all ranks, repeatedly, until `ended` is set."""
         with contextlib.suppress(RuntimeError):  # the store has ended, and with it the run
             while not ended.wait(seconds):
                 self.total = self.store.add("progress", int(self.moved()))

@@ -1,4 +1,4 @@
-"""Rows that begin with the same prompt, read by the model with that prompt once.
+"""A forward pass over rows in which the model reads each distinct prompt once.
 
 A group's episodes start with one prompt. `split_prompts` splits a batch into its distinct prompts and what
 follows them in each row. `read_shared` reads the prompts first, and then the rest of the rows, which attend
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from batch import Batch
 
 HIDDEN = -1e9  # added to the attention score of a hidden column
-WORTH = 0.75  # share of a batch's tokens, padding included, that sharing may at most leave
+WORTH = 0.75  # prompts are shared if at most this share of a batch's tokens, padding included, is left
 
 
 @dataclass
@@ -53,10 +53,10 @@ def attention_limit(model) -> int:
 
 
 def split_prompts(model, batch: Batch) -> SharedPrompts | None:
-    """Split a batch. A row's prompt is all that comes before its first action token.
+    """Split a batch into prompts and rests. A row's prompt is all that comes before its first action token.
 
-    Returns None if this saves less than a quarter of the tokens, or if the model cannot be read in two
-    passes: its attention takes no such mask, or a layer does not attend to all tokens.
+    Returns None if this saves less than a quarter of the tokens, or if the model cannot read rows in two
+    passes: its attention takes no 4-D mask, or a layer does not attend to all tokens.
     """
     if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "eager"):
         return None
@@ -115,7 +115,7 @@ class PromptCache:
 def read_shared(hidden: Callable[..., Tensor], shared: SharedPrompts, dtype: torch.dtype) -> Tensor:
     """Return the hidden states (B, 1 + S, D) of the last token of each row's prompt and of the rest.
 
-    hidden(input_ids, mask, positions, cache): as `model.Base.hidden`. dtype: that of the mask.
+    hidden(input_ids, mask, positions, cache): a function like `model.Base.hidden`. dtype: type of the mask.
     """
     cache = PromptCache(shared.prompts)
     prompt_states = hidden(shared.prompt_ids, None, None, cache)
