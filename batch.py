@@ -212,9 +212,8 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """Yield all rows in batches of similar length, longest first.
 
-    Rows that have the same prompt, and are mostly prompt, stay together.
-
-    A batch has at most `tokens` tokens, padding included; a longer row is a batch of its own.
+    Rows that have the same prompt, and are mostly prompt, stay together. A batch has at most `tokens` tokens,
+    padding included; a longer row is a batch of its own.
     """
     families: dict[tuple | int, list[Row]] = {}  # rows with one prompt, which the model reads once
     for place, row in enumerate(sorted(rows, key=lambda row: len(row.input_ids), reverse=True)):

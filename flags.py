@@ -328,6 +328,8 @@ def read_config(flag: str, path: Path) -> dict:
         raise UsageError(f"--{flag} {path}: is not a regular file; give the config.json of a run")
     try:
         values = COMMAND_LINE.read_file(path)
+        if {"expert_share", "hesitation_share"} <= values.keys():
+            values.setdefault("faithful_share", 1.0)  # as every run did before this flag existed
         env_class(Args(**values).env)
     except UsageError as error:
         raise UsageError(f"--{flag} {path}: {error}") from None

@@ -443,6 +443,13 @@ def test_config_json_may_be_short_and_may_have_old_names(tmp_path):
     assert (args.learning_rate, args.total_updates, args.tasks_per_update) == (1, 9, 16)
 
 
+def test_a_config_from_before_faithful_share_keeps_its_demonstrations(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"expert_share": 0.5, "hesitation_share": 0.45}')
+    args = flags.prepare(["--config", str(path)])
+    assert (args.expert_share, args.hesitation_share, args.faithful_share) == (0.5, 0.45, 1.0)
+
+
 # --- presets ------------------------------------------------------------------------------------------------
 
 PAPER = {  # the values of both environments
