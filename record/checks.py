@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from envs import Corpus, Env
-from record.command_line import UsageError, refuse, text_of
+from record.command_line import DASHES, UsageError, refuse, text_of
 from record.model_checks import base_of_adapter, check_fetched, read_json
 from scale import launch
 
@@ -85,6 +85,12 @@ def check_paths(given: dict) -> None:
         path = given.get(name)
         if not path:
             continue
+        if path.startswith(DASHES):
+            raise UsageError(
+                f"--{name} {text_of(path)}: looks like a flag; write ./{path} for a path of that name"
+            )
+        if name == "out" and not path.isprintable() and not os.path.exists(path):
+            raise UsageError(f"--{name} {text_of(path)}: contains an invisible character; remove it")
         if path.startswith("~") and not os.path.exists(path):
             raise UsageError(f"--{name} {path}: begins with ~, which is not expanded; give the full path")
         try:
