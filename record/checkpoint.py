@@ -90,9 +90,9 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
         _flush(file)
     _flush(aside)
     old = None
-    if path.exists():
+    if os.path.lexists(path):  # a link is replaced, and the folder that it names is left as it is
         old = Path(tempfile.mkdtemp(prefix=f"{ASIDE}old-", dir=path.parent))  # a new name: see `discard`
-        os.rename(path, old)
+        os.rename(path, old / path.name)
     os.rename(aside, path)
     _flush(path.parent)
     if old:
@@ -204,6 +204,8 @@ def remove(path: Path) -> None:
 def _sums(path: Path) -> dict[str, str]:
     """Return the sha256 of every file, as the manifest says. Raises ValueError if it cannot be read."""
     try:
+        if not (path / MANIFEST).is_file():  # opening a FIFO would wait for ever
+            raise FileNotFoundError
         manifest = json.loads((path / MANIFEST).read_text())
         sums, updates = dict(manifest["sha256"]), manifest["updates"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -274,6 +276,9 @@ def check_folder(folder: Path) -> None:
 def check_contents(folder: Path) -> None:
     """Raise ValueError if a run cannot write, replace or remove one of its files and folders."""
     files = [folder / name for name in FILES]
+    for path in [folder / name for name in FILES + FOLDERS]:
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to nothing; remove it")
     for path in files:
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "not a regular file"

@@ -109,6 +109,15 @@ def write_places(folder):
         write_files(folder / "adapters" / name, {**ADAPTER, "adapter_config.json": text})
     write_files(folder / "configs", CONFIGS)
     os.mkfifo(folder / "fifo")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):  # opening a FIFO waits for ever
+        write_files(folder / "fifos" / name, {**MODEL, name: None})
+        os.mkfifo(folder / "fifos" / name / name)
+    write_files(folder / "fifos" / "scorer", {**MODEL, "reward_model.json": "{}"})
+    write_files(folder / "fifos" / "scorer" / "tokenizer", {})
+    os.mkfifo(folder / "fifos" / "scorer" / "tokenizer" / "tokenizer.json")
+    write_run(folder / "fifos" / "run")
+    (folder / "fifos" / "run" / "checkpoints" / "update_000003" / "manifest.json").unlink()
+    os.mkfifo(folder / "fifos" / "run" / "checkpoints" / "update_000003" / "manifest.json")
     (folder / "configs" / "binary.json").write_bytes(b"\xff\xfe\x00")
     write_run(folder / "run")
     write_run(folder / "damaged", checkpoint='{"updates": 3}')
@@ -382,6 +391,11 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--reward_model_backbone empty", "--reward_model_backbone empty", "save_pretrained"),
     ("--reward_model_backbone tiny", "--reward_model_backbone tiny", "leave it out"),
     ("--reward_model_backbone run", "--reward_model_backbone run", "give run/policy"),
+    ("--model fifos/config.json", "--model fifos/config.json", "config.json is not a regular file; copy it"),
+    ("--model fifos/tokenizer.json", "--model fifos/tokenizer.json", "tokenizer.json is not a regular file"),
+    ("--model fifos/model.safetensors", "--model fifos/model.safetensors", "is not a regular file; copy it"),
+    ("--reward_model fifos/scorer", "--reward_model fifos/scorer", "tokenizer.json is not a regular file"),
+    ("--resume --out fifos/run", "--out fifos/run", "manifest.json is missing or unreadable); no undamaged"),
     ("--reward_model nowhere", "--reward_model nowhere", "leave it out to fit one"),
     ("--reward_model file", "--reward_model file", "leave it out to fit one"),
     ("--reward_model run", "--reward_model run", "give run/reward_model"),

@@ -538,8 +538,32 @@ def test_an_old_policy_that_cannot_be_removed_stays_and_the_next_ones_are_writte
                     tmp_path / "policy", lambda folder, number=number: (folder / "weights").write_text(number)
                 )
         assert (tmp_path / "policy" / "weights").read_text() == number
-    kept = sorted((path / "weights").read_text() for path in tmp_path.glob(".unfinished-old-*"))
+    kept = sorted(path.read_text() for path in tmp_path.glob(".unfinished-old-*/policy/weights"))
     assert kept == ["1", "2"]
+
+
+def test_a_policy_that_is_a_link_is_replaced_and_the_folder_it_names_is_left(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").write_text("1")
+    for target in ("elsewhere", "nowhere"):
+        (tmp_path / "policy").symlink_to(target)
+        checkpoint.write_folder(tmp_path / "policy", lambda folder: (folder / "weights").write_text("2"))
+        assert not (tmp_path / "policy").is_symlink()
+        assert (tmp_path / "policy" / "weights").read_text() == "2"
+        assert (tmp_path / "elsewhere" / "weights").read_text() == "1"
+        assert not list(tmp_path.glob(".unfinished-*"))
+        shutil.rmtree(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("name", [".lock", "policy", "summary.json"])
+def test_a_link_to_nothing_is_refused_before_the_model_is_loaded(run_folder, name):
+    path = run_folder / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere/at/all")
+    message = refused("--resume", "--out", str(run_folder))
+    assert message == f"--out {run_folder}: {path} is a link to nothing; remove it"
 
 
 def test_a_config_with_old_names_or_without_flags_at_their_defaults_is_resumed(run_folder):
