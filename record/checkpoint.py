@@ -265,9 +265,9 @@ def check_folder(folder: Path) -> None:
         where = "" if present == folder else f"{present} "
         raise ValueError(f"{where}is a file; give a folder")
     try:
+        tempfile.TemporaryDirectory(prefix=ASIDE, dir=present).cleanup()
         if not os.access(present, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        tempfile.TemporaryDirectory(prefix=ASIDE, dir=present).cleanup()
     except OSError as error:
         remedy = CHANGE_IT if present == folder else "give another folder"
         raise ValueError(f"{present} cannot be written ({error.strerror}); {remedy}") from None

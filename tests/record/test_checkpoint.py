@@ -474,6 +474,16 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_refused(run_folder):
     assert message == f"--out {run_folder}: {run_folder / '.lock'} is not a regular file; remove it"
 
 
+def test_a_read_only_disk_is_named_as_the_cause(run_folder, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checkpoint.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # as on such a disk
+    message = refused("--resume", "--out", str(run_folder))
+    assert f"{run_folder} cannot be written (Read-only file system); change its" in message
+
+
 def test_the_evaluation_of_a_run_that_cannot_be_written_has_a_remedy(run_folder, monkeypatch):
     edited(run_folder, model="some/model")
     (run_folder / "policy").mkdir(exist_ok=True)
