@@ -345,7 +345,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
     set_up(args)
     saved = read_checkpoint(args, newest) if newest else None
     base = load_start(args, Path(args.out) if newest else None)
-    identity.check(args, saved, identity.of_base(base))
+    identity.check(args, saved, parts := identity.of_base(base))  # a checkpoint is loaded into it later
     check_start(args, base, make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed))
     folder = distributed.on_rank_0(lambda: make_run_folder(args))
     merged = base.changed and args.sampler == "vllm"  # an adapter was merged, and vLLM loads from a folder
@@ -367,7 +367,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
             print_line(report.solved_text(panels[split]))
         facts["games"] = world.pool.env.fingerprint
     facts |= {"policy": name, "panels": panels, "seconds": time.perf_counter() - started}
-    facts |= {"identity": identity.of_evaluated(base, saved), "config": json.loads(config_text(args))}
+    facts |= {"identity": identity.of_evaluated(parts, saved), "config": json.loads(config_text(args))}
     if distributed.rank() == 0:
         path = eval_file(folder)
         checkpoint.write_text(path, json.dumps(facts, indent=2) + "\n")

@@ -79,12 +79,11 @@ def of_base(base) -> dict:
     }
 
 
-def of_evaluated(base, saved: Checkpoint | None) -> dict:
-    """Return the fingerprints of an evaluated policy: of its base and, if there is one, of its checkpoint."""
-    parts = of_base(base)
-    if saved:
-        parts["checkpoint"] = of_tensors(saved.tensors["policy"])
-    return parts
+def of_evaluated(parts: dict, saved: Checkpoint | None) -> dict:
+    """Return the fingerprints of an evaluated policy: `parts` of its base, and its checkpoint if any."""
+    if saved is None:
+        return parts
+    return parts | {"checkpoint": of_tensors(saved.tensors["policy"])}
 
 
 def of_reward_model(model) -> dict:

@@ -476,6 +476,10 @@ def test_eval_only_plays_the_panel_of_a_run_and_keeps_earlier_results(first_run,
     panels = [line for line in read_lines(first_run / "metrics.jsonl") if "by_type" in line]
     assert (found["policy"], *_panel(found["panels"]["eval"])) == ("update_000002", *_panel(panels[-1]))
     assert len(read_lines(first_run / "metrics.jsonl")) == 8  # as before
+    newest = checkpoint.read(checkpoint.listed(first_run)[-1])
+    weights = identity.of_tensors(newest.tensors["policy"])
+    base = {part: newest.state["identity"][part] for part in found["identity"] if part != "checkpoint"}
+    assert "model weights" in base and found["identity"] == base | {"checkpoint": weights}
     panel = found["panels"]["eval"]
     assert panel["successes"] == panel["success"] * 6 == panels[-1]["successes"]
     low, high = panel["success_interval"]
