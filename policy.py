@@ -94,8 +94,7 @@ class Agent:
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
-                f"the gradient of agent {self.name!r} has norm {norm}: lower its learning rate, or a "
-                "coefficient that is far above its default (--reward_scale, --kl_coef, --entropy_coef)"
+                f"the gradient of agent {self.name!r} has norm {norm}: lower its learning rate"
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -38,11 +38,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flags import WHEN_RESUMED, Args, config_text, env_maker, prepare
+from flags import Args, config_text, env_maker, prepare
 from record import checkpoint
 from record.checks import native_bf16
-from record.command_line import UsageError, refuse
-from record.log import check_log
+from record.command_line import UsageError
+from record.run_folder import checkpoint_of, make_run_folder
 from scale import launch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads slow down a busy machine
@@ -56,34 +56,6 @@ def read_flags(argv: list[str]) -> tuple[Args, Path | None]:
     """Return the checked flags, and the checkpoint to resume or evaluate, if any. Raises UsageError."""
     args = prepare(argv)
     return args, checkpoint_of(args)
-
-
-def checkpoint_of(args: Args) -> Path | None:
-    """Return the checkpoint that the run resumes from or evaluates, if any. Raises UsageError."""
-    if args.plan:
-        return None
-    folder, path = Path(args.out or "runs"), None
-    try:
-        checkpoint.check_writable(folder)
-        if args.resume or (args.eval_only and args.out):
-            path = checkpoint.choose(folder, args.resume_from)
-            state = checkpoint.read_state(path) if path else {}
-            free = set(WHEN_RESUMED.replace("--", "").split())
-            checkpoint.check_config(folder / "config.json", state.get("config", {}), free)
-            checkpoint.check_start(folder, state.get("config", {}))
-        elif args.out:
-            checkpoint.check_new_folder(folder)
-        if args.resume:
-            check_log(folder, state)
-    except ValueError as error:
-        raise UsageError(f"--out {folder}: {error}") from None
-    if args.eval_only and args.out and path is None:
-        raise UsageError(
-            f"--eval_only --out {args.out}: has no checkpoint yet; train it first, with --resume"
-        )
-    if args.resume and path and args.total_updates < (done := checkpoint.updates_of(path)):
-        refuse(args, "total_updates", f"{path.name} has {done} updates; give {done} or more")
-    return path
 
 
 CHECKED = None
@@ -131,7 +103,15 @@ from record.log import (
     wandb_listener,
     write_run_facts,
 )
-from record.recorder import Recorder, conclude, play_panel, print_line, progress_bar, warn_of_crashes
+from record.recorder import (
+    Recorder,
+    causes_of_divergence,
+    conclude,
+    play_panel,
+    print_line,
+    progress_bar,
+    warn_of_crashes,
+)
 from rollout import World
 from sampler import KVSampler
 from scale import distributed, plan
@@ -264,22 +244,6 @@ def check_start(args: Args, base, world: World) -> None:
         raise UsageError(f"--max_prompt_tokens {args.max_prompt_tokens}: {why}")
 
 
-def run_folder(args: Args) -> Path:
-    """Return the run folder and make it if it is missing. Raises UsageError."""
-    if args.out:
-        folder = Path(args.out)
-    else:
-        kind = "eval" if args.eval_only else f"{args.env}-{args.method}-{args.algo}-s{args.seed}"
-        stem = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = (Path("runs") / (stem + (f"-{i}" if i else "")) for i in range(1000))
-        folder = next(name for name in names if not name.exists())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: cannot be made ({error.strerror}); give another folder") from None
-    return folder
-
-
 def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECES) -> None:
     """Train, from the start or from the checkpoint `newest`. Raises UsageError."""
     started = time.perf_counter()
@@ -295,7 +259,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
     named = pieces.load_reward_model(args, base) if args.uses_dense_reward else None
     if saved and named:
         identity.check(args, saved, pieces.of_reward_model(named))
-    folder = distributed.on_rank_0(lambda: run_folder(args))
+    folder = distributed.on_rank_0(lambda: make_run_folder(args))
     ranks = distributed.world_size()
     launcher = f"torchrun --nproc_per_node={ranks}" if launch.by_torchrun() and ranks > 1 else "python"
     command = f"{launcher} train.py --resume --out {shlex.quote(str(folder))}"
@@ -356,7 +320,8 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     recorder = Recorder(args, folder, policy, world, dense_reward, log, started, parts)
     if not saved:
         recorder.evaluate(0)
-    with progress_bar(args.total_updates, "training", initial=done) as recorder.bar:
+    bar = progress_bar(args.total_updates, "training", initial=done)
+    with causes_of_divergence(args), bar as recorder.bar:
         # The recorder wraps the world (`collect`) and the dense reward (`score`), to measure their times
         rspo.train(policy, recorder, recorder, args, recorder.log_update, recorder.end_loop, done, replay)
     if distributed.on_rank_0(lambda: log.of("evaluation")[-1]["update"] != args.total_updates):
@@ -382,7 +347,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
     base = load_start(args, Path(args.out) if newest else None)
     identity.check(args, saved, parts := identity.of_base(base))  # a checkpoint is loaded into it later
     check_start(args, base, make_world(dataclasses.replace(args, env_workers=0), base.chat, args.seed))
-    folder = distributed.on_rank_0(lambda: run_folder(args))
+    folder = distributed.on_rank_0(lambda: make_run_folder(args))
     merged = base.changed and args.sampler == "vllm"  # an adapter was merged, and vLLM loads from a folder
     if merged and make_once(folder / "start", list, lambda _: base, Base.save):
         base = load_start(args, folder)

@@ -38,6 +38,8 @@ ASIDE = ".unfinished-"  # prefix of the names of unfinished files and folders
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 FILES = (LOCK, "run.json", "metrics.jsonl", "transcripts.jsonl", "summary.json", "curves.png", "eval.json")
+FOLDERS = ("start", "reward_model", "checkpoints", "policy")
+CHANGE_IT = "change its permissions, or work on a copy"
 
 
 @dataclass
@@ -77,9 +79,8 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
     from safetensors import SafetensorError
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside, old = path.with_name(ASIDE + path.name), path.with_name(f"{ASIDE}old-{path.name}")
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    aside = path.with_name(ASIDE + path.name)
+    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
         fill(aside)
@@ -88,11 +89,14 @@ def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
     for file in sorted(aside.rglob("*"), reverse=True):
         _flush(file)
     _flush(aside)
-    if path.exists():
-        os.rename(path, old)
+    old = None
+    if os.path.lexists(path):  # a link is replaced, and the folder that it names is left as it is
+        old = Path(tempfile.mkdtemp(prefix=f"{ASIDE}old-", dir=path.parent))  # a new name: see `discard`
+        os.rename(path, old / path.name)
     os.rename(aside, path)
     _flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old:
+        discard(old)
 
 
 def sweep(folder: Path) -> None:
@@ -200,6 +204,8 @@ def remove(path: Path) -> None:
 def _sums(path: Path) -> dict[str, str]:
     """Return the sha256 of every file, as the manifest says. Raises ValueError if it cannot be read."""
     try:
+        if not (path / MANIFEST).is_file():  # opening a FIFO would wait for ever
+            raise FileNotFoundError
         manifest = json.loads((path / MANIFEST).read_text())
         sums, updates = dict(manifest["sha256"]), manifest["updates"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -246,8 +252,8 @@ def read(path: Path) -> Checkpoint:
 # --- choosing a folder and a checkpoint ---------------------------------------------------------------------
 
 
-def check_writable(folder: Path) -> None:
-    """Raise ValueError unless the run folder and its files can be written. The folder may be missing.
+def check_folder(folder: Path) -> None:
+    """Raise ValueError unless a file can be written into the folder, which may be missing.
 
     The check makes and removes a folder, because permission bits do not show a read-only disk or /proc.
     """
@@ -257,24 +263,35 @@ def check_writable(folder: Path) -> None:
     if not present.is_dir():
         where = "" if present == folder else f"{present} "
         raise ValueError(f"{where}is a file; give a folder")
-    files = [folder / name for name in FILES]
-    for path in files:
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; remove it")
-    if (folder / "checkpoints").is_file():
-        raise ValueError(f"{folder / 'checkpoints'} is a file; remove it")
-    folders = [folder / name for name in ("checkpoints", "policy")] + listed(folder)
-    for path in (present, *folders, *files):
-        if path.exists() and not os.access(path, os.W_OK):
-            raise ValueError(f"{path} cannot be written; change its permissions, or work on a copy")
     try:
         tempfile.TemporaryDirectory(prefix=ASIDE, dir=present).cleanup()
+        if not os.access(present, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ValueError(f"{present} cannot be written ({error.strerror}); give another folder") from None
+        remedy = CHANGE_IT if present == folder else "give another folder"
+        raise ValueError(f"{present} cannot be written ({error.strerror}); {remedy}") from None
+
+
+def check_contents(folder: Path) -> None:
+    """Raise ValueError if a run cannot write, replace or remove one of its files and folders."""
+    files = [folder / name for name in FILES]
+    for path in [folder / name for name in FILES + FOLDERS]:
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to nothing; remove it")
+    for path in files:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise ValueError(f"{path} is {kind}; remove it")
+    for path in [folder / name for name in FOLDERS]:
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; remove it")
+    for path in (folder / "checkpoints", folder / "policy", *listed(folder), *files):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path} cannot be written; {CHANGE_IT}")
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raise ValueError unless the folder is missing or empty. `check_writable` has accepted it.
+    """Raise ValueError unless the folder is missing or empty. `check_folder` has accepted it.
 
     Files that an earlier start left before it wrote config.json do not count.
     """
@@ -287,20 +304,19 @@ def check_new_folder(folder: Path) -> None:
         raise ValueError("is not empty; give a new folder")
 
 
-def check_config(path: Path, saved: dict, free: set[str]) -> None:
+def check_config(path: Path, read: dict, saved: dict, free: set[str]) -> None:
     """Raise ValueError that names the changed flags, if config.json is not what the run was trained with.
 
+    read: the flags as they were read, with a default for each flag that config.json lacks.
     saved: the flags in the checkpoint's state. free: names of the flags whose value may differ.
     """
     present = with_new_names(json.loads(path.read_text()))
     changes = []
     for name, value in with_new_names(saved).items():
-        if name not in present and name in free:
+        if name in free or (read | present).get(name) == value:
             continue
-        if name not in present:
-            changes.append(f"{name} is missing and was {json.dumps(value)}")
-        elif present[name] != value and name not in free:
-            changes.append(f"{name} is {json.dumps(present[name])} and was {json.dumps(value)}")
+        found = f"is {json.dumps(present[name])}" if name in present else "is missing"
+        changes.append(f"{name} {found} and was {json.dumps(value)}")
     if not changes:
         return
     more = f" (and {len(changes) - 2} more)" if len(changes) > 2 else ""
@@ -316,9 +332,13 @@ def with_new_names(config: dict) -> dict:
 
 
 def check_start(folder: Path, config: dict) -> None:
-    """Raise ValueError if the start/ that a run has made is missing. config: the run's flags."""
-    if config.get("warm_start") and not (folder / "start").is_dir():
-        raise ValueError(f"{folder / 'start'}, the model after the warm start, is missing; copy it again")
+    """Raise ValueError if the start/ that a run has made, or its weights, are missing.
+
+    config: the run's flags.
+    """
+    start = folder / "start"
+    if config.get("warm_start") and not any(start.glob("*.safetensors")):
+        raise ValueError(f"{start}, the model after the warm start, is missing; copy it again")
 
 
 def choose(folder: Path, name: str | None = None) -> Path | None:
@@ -345,5 +365,5 @@ def choose(folder: Path, name: str | None = None) -> Path | None:
     whole = [path.name for path in paths[: paths.index(chosen)] if not damage(path)]
     remedy = "no undamaged checkpoint is left before it: start a new run"
     if whole:
-        remedy = f"--resume --resume_from {whole[-1]} continues from the checkpoint before it"
+        remedy = f"--resume_from {whole[-1]} takes the checkpoint before it"
     raise ValueError(f"{fault}; {remedy}")

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from envs import Corpus, Env
-from record.command_line import UsageError, refuse, text_of
-from record.model_checks import base_of_adapter, check_fetched, read_json
+from record.command_line import DASHES, UsageError, refuse, text_of
+from record.model_checks import base_of_adapter, check_fetched, check_regular, read_json
 from scale import launch
 
 
@@ -71,6 +71,10 @@ def check_folders(args) -> None:
         if run and (run / "reward_model").is_dir():
             why = f"contains no step reward model; give {run / 'reward_model'}"
         refuse(args, "reward_model", why)
+    if args.reward_model:
+        folder = Path(args.reward_model)
+        with refused(args, "reward_model"):
+            check_regular(folder, *[path for path in [folder / "tokenizer"] if path.is_dir()])
 
 
 PATHS = ["out", "config", "model", "reward_model", "reward_model_backbone", "alfworld_data", "webshop_data"]
@@ -85,6 +89,12 @@ def check_paths(given: dict) -> None:
         path = given.get(name)
         if not path:
             continue
+        if path.startswith(DASHES):
+            raise UsageError(
+                f"--{name} {text_of(path)}: looks like a flag; write ./{path} for a path of that name"
+            )
+        if name == "out" and not path.isprintable() and not os.path.exists(path):
+            raise UsageError(f"--{name} {text_of(path)}: contains an invisible character; remove it")
         if path.startswith("~") and not os.path.exists(path):
             raise UsageError(f"--{name} {path}: begins with ~, which is not expanded; give the full path")
         try:
@@ -149,6 +159,7 @@ def check_model(args, name: str) -> None:
     if not files & SETTINGS:
         refuse(args, name, "the folder has no config.json; give a folder written by save_pretrained")
     with refused(args, name):
+        check_regular(path)
         if "adapter_config.json" in files:
             base_of_adapter(path)
         else:

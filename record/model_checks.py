@@ -73,6 +73,14 @@ def check_shapes(what: str, expected: Mapping, found: Mapping) -> None:
 # --- folders ------------------------------------------------------------------------------------------------
 
 
+def check_regular(*folders: Path) -> None:
+    """Raise ValueError if a folder contains a FIFO or a device: opening one may wait for ever."""
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ValueError(f"{path} is not a regular file; {COPY}")
+
+
 def check_fetched(file: Path) -> None:
     """Raise ValueError if a file is a git-lfs pointer, which holds only the address of its content."""
     with file.open("rb") as stream:
@@ -123,6 +131,8 @@ def check_folder(folder: Path) -> None:
         if (folder / file).exists():
             policy = (folder / up / "policy").resolve()
             raise ValueError(f"it is a run or a part of one, but no model; give {policy}, its policy")
+    if folder.is_dir():
+        check_regular(folder)
     for name in JSON_FILES:
         if (folder / name).is_file():
             read_json(folder / name)

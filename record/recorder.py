@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -36,6 +37,27 @@ def warn_of_crashes(episodes: list[Trajectory], kind: str) -> None:
     """Print the number of crashed episodes, if there are any. kind: a plural for the episodes."""
     if crashed := sum(episode.stop_reason is StopReason.CRASHED for episode in episodes):
         print_line(f"warning: in {crashed:,} of {len(episodes):,} {kind} the environment crashed")
+
+
+COEFFICIENTS = """reward_scale invalid_penalty reward_noise kl_coef entropy_coef gigpo_omega clip_eps
+    value_clip max_grad_norm critic_learning_rate"""
+
+
+@contextlib.contextmanager
+def causes_of_divergence(args: Args):
+    """Add the coefficients that are not at their defaults to the message of a FloatingPointError."""
+    try:
+        yield
+    except FloatingPointError as error:
+        values = {name: getattr(args, name) for name in COEFFICIENTS.split()}
+        defaults = {name: getattr(Args, name) for name in values}
+        changed = [
+            f"--{name} {value:g} (default {defaults[name]:g})"
+            for name, value in values.items()
+            if None not in (value, defaults[name]) and value != defaults[name]
+        ]
+        remedy = f", or bring closer to its default: {', '.join(changed)}" if changed else ""
+        raise FloatingPointError(f"{error}{remedy}") from None
 
 
 def progress_bar(total: int, label: str, **more) -> tqdm:

@@ -52,12 +52,21 @@ def rank_of_environment() -> tuple[int, int]:
     if missing := ", ".join(name for name in VARIABLES if name not in given):
         present = ", ".join(f"{name}={value}" for name, value in given.items())
         raise ValueError(f"torchrun's environment variables {present} are set, but not {missing}; {start}")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not given[name].isdecimal():
+    given["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE") or given["WORLD_SIZE"]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if not (given[name].isascii() and given[name].isdecimal()):
             raise ValueError(f"environment variable {name}={given[name]}: is not a number; {start}")
+    if not 0 < int(given["MASTER_PORT"]) < 2**16:
+        port = given["MASTER_PORT"]
+        raise ValueError(f"environment variable MASTER_PORT={port}: must be between 1 and 65535; {start}")
     rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
     if rank >= ranks:
         raise ValueError(f"environment variable RANK={rank}: must be below WORLD_SIZE={ranks}; {start}")
+    here, local = int(given["LOCAL_WORLD_SIZE"]), int(given["LOCAL_RANK"])
+    if local >= here:
+        raise ValueError(
+            f"environment variable LOCAL_RANK={local}: must be below LOCAL_WORLD_SIZE={here}; {start}"
+        )
     return rank, ranks
 
 

@@ -109,6 +109,15 @@ def write_places(folder):
         write_files(folder / "adapters" / name, {**ADAPTER, "adapter_config.json": text})
     write_files(folder / "configs", CONFIGS)
     os.mkfifo(folder / "fifo")
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):  # opening a FIFO waits for ever
+        write_files(folder / "fifos" / name, {**MODEL, name: None})
+        os.mkfifo(folder / "fifos" / name / name)
+    write_files(folder / "fifos" / "scorer", {**MODEL, "reward_model.json": "{}"})
+    write_files(folder / "fifos" / "scorer" / "tokenizer", {})
+    os.mkfifo(folder / "fifos" / "scorer" / "tokenizer" / "tokenizer.json")
+    write_run(folder / "fifos" / "run")
+    (folder / "fifos" / "run" / "checkpoints" / "update_000003" / "manifest.json").unlink()
+    os.mkfifo(folder / "fifos" / "run" / "checkpoints" / "update_000003" / "manifest.json")
     (folder / "configs" / "binary.json").write_bytes(b"\xff\xfe\x00")
     write_run(folder / "run")
     write_run(folder / "damaged", checkpoint='{"updates": 3}')
@@ -129,6 +138,7 @@ def write_places(folder):
 # --- the lines ----------------------------------------------------------------------------------------------
 
 LONG = "x" * 300
+TORCHRUN = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=localhost MASTER_PORT=29500"
 REFUSED = [  # a command line, the start of the answer, and words of its remedy
     # names
     ("--nosuch 3", "--nosuch", "there is no such flag; see --help"),
@@ -287,10 +297,14 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--resume --out run --resume_from update_3", "--out run", "there are: update_000003"),
     ("--resume --out run --resume_from run", "--out run", "there are: update_000003"),
     ("--resume --out damaged", "--out damaged", "state.json does not match its checksum"),
+    ("--out -x", "--out -x", "looks like a flag; write ./-x for a path of that name"),
+    ("--model=--resume", "--model --resume", "looks like a flag"),
+    ("--out 'a\u200bb'", "--out 'a\\u200bb'", "contains an invisible character; remove it"),
     ("--out ~nosuch/x", "--out ~nosuch/x", "begins with ~, which is not expanded; give the full path"),
     ("--config fifo", "--config fifo", "is not a regular file; give the config.json of a run"),
     ("--resume_from update_000003", "--resume_from update_000003", "needs --resume, or --eval_only"),
     ("--eval_only", "--eval_only", "give a run with --out, or a --model"),
+    ("--eval_only --out run --resume_from update_1", "--out run", "there are: update_000003"),
     ("--eval_only --out empty", "--out empty", "or start a run without --eval_only"),
     ("--eval_only --out new --model a/b", "--out new", "leave it out"),
     ("--eval_only --out young", "--eval_only --out young", "train it first, with --resume"),
@@ -377,6 +391,11 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     ("--reward_model_backbone empty", "--reward_model_backbone empty", "save_pretrained"),
     ("--reward_model_backbone tiny", "--reward_model_backbone tiny", "leave it out"),
     ("--reward_model_backbone run", "--reward_model_backbone run", "give run/policy"),
+    ("--model fifos/config.json", "--model fifos/config.json", "config.json is not a regular file; copy it"),
+    ("--model fifos/tokenizer.json", "--model fifos/tokenizer.json", "tokenizer.json is not a regular file"),
+    ("--model fifos/model.safetensors", "--model fifos/model.safetensors", "is not a regular file; copy it"),
+    ("--reward_model fifos/scorer", "--reward_model fifos/scorer", "tokenizer.json is not a regular file"),
+    ("--resume --out fifos/run", "--out fifos/run", "manifest.json is missing or unreadable); no undamaged"),
     ("--reward_model nowhere", "--reward_model nowhere", "leave it out to fit one"),
     ("--reward_model file", "--reward_model file", "leave it out to fit one"),
     ("--reward_model run", "--reward_model run", "give run/reward_model"),
@@ -384,6 +403,16 @@ REFUSED = [  # a command line, the start of the answer, and words of its remedy
     # data of environments that are not used are not looked at, but a path must be one
     (f"--alfworld_data {LONG}", "--alfworld_data xxx", "file name too long; give another path"),
     ("--webshop_data file/x", "--webshop_data file/x", "not a directory; give another path"),
+    # torchrun's environment variables
+    ("RANK=0", "torchrun's environment variables RANK=0 are set, but not WORLD_SIZE, LOCAL_RANK", "unset"),
+    (f"{TORCHRUN} RANK=x", "environment variable RANK=x: is not a number", "or unset these variables"),
+    (f"{TORCHRUN} RANK=3", "environment variable RANK=3: must be below WORLD_SIZE=2", "unset"),
+    (f"{TORCHRUN} WORLD_SIZE=-2", "environment variable WORLD_SIZE=-2: is not a number", "unset"),
+    (f"{TORCHRUN} WORLD_SIZE=0", "environment variable RANK=1: must be below WORLD_SIZE=0", "unset"),
+    (f"{TORCHRUN} LOCAL_RANK=5", "environment variable LOCAL_RANK=5: must be below LOCAL_WORLD_SIZE=2", "un"),
+    (f"{TORCHRUN} LOCAL_WORLD_SIZE=two", "environment variable LOCAL_WORLD_SIZE=two: is not a", "unset"),
+    (f"{TORCHRUN} MASTER_PORT=http", "environment variable MASTER_PORT=http: is not a number", "unset"),
+    (f"{TORCHRUN} MASTER_PORT=65536", "environment variable MASTER_PORT=65536: must be between 1", "unset"),
 ]
 ALFWORLD = [
     ("--env alfworld", "--env alfworld", "give the folder that holds json_2.1.1 with --alfworld_data"),
@@ -415,7 +444,7 @@ WARNED = [  # a command line that is accepted, and the warning about it; "" for 
     ("--k 5 --k 9 --total_updates 9", ""),
     ("--total-steps 9 --tasks_per_step=16", ""),
     ("--out=~/new", ""),
-    ("--out -run", ""),
+    ("--out ./-run", ""),
     ("--out 'my run'", ""),
     ("--out läuft", ""),
     ("--resume --out run --total_updates 90", ""),
@@ -456,7 +485,7 @@ WARNED = [  # a command line that is accepted, and the warning about it; "" for 
 ]
 
 START = """
-import contextlib, io, json, sys, traceback
+import contextlib, io, json, os, re, sys, traceback
 sys.modules["torch"] = None  # importing it raises ImportError
 root, lines = sys.argv[1], json.load(sys.stdin)
 sys.path.insert(0, root)
@@ -465,7 +494,12 @@ launch.start = lambda args: None  # it would replace this process by the launche
 with open(f"{root}/train.py") as file:
     code = compile(file.read(), "train.py", "exec")
 answers = []
+environment = dict(os.environ)
 for line in lines:
+    variables = [word.split("=", 1) for word in line if re.match("[A-Z_]+=", word)]
+    line = line[len(variables):]
+    os.environ.clear()
+    os.environ.update(environment, **dict(variables))
     sys.argv, status, out, err = ["train.py", *line], "accepted", io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -620,10 +654,6 @@ RANKS = {
 @pytest.mark.parametrize(
     ("variables", "line", "start"),
     [
-        ({"RANK": "0"}, "", "torchrun's environment variables RANK=0 are set, but not WORLD_SIZE"),
-        ({**RANKS, "RANK": "zero"}, "", "environment variable RANK=zero: is not a number"),
-        ({**RANKS, "RANK": "3"}, "", "environment variable RANK=3: must be below WORLD_SIZE=1"),
-        ({**RANKS, "WORLD_SIZE": "-2"}, "", "environment variable WORLD_SIZE=-2: is not a number"),
         ({**RANKS, "MASTER_PORT": "http"}, "", "environment variable MASTER_PORT=http: is not a number"),
         (RANKS, "--k three", "--k three: must be a whole number"),
         ({"LOCAL_WORLD_SIZE": "two"}, "--k three", "--k three: must be a whole number"),

@@ -47,6 +47,7 @@ ORDER = [
     "record.checkpoint",
     "record.identity",
     "record.log",
+    "record.run_folder",
     "record.report",
     "record.recorder",
     "record.artifacts",
@@ -90,6 +91,8 @@ LIGHT = [
     "record.command_line",
     "record.checks",
     "flags",
+    "record.log",
+    "record.run_folder",
 ]  # `--help` and usage errors answer without torch
 
 

@@ -20,7 +20,7 @@ from config import Config
 from demo.toy import CountingScorer, ToyChat, ToyPolicy, toy_world
 from record import checkpoint
 from record.log import Log, read_lines
-from record.recorder import phase_after
+from record.recorder import causes_of_divergence, phase_after
 from scale import distributed
 from scale.distributed import RankLost
 from scale.vllm_sampler import EngineError
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_previous_one_is_offered
         flip_a_byte(run_folder / "checkpoints/update_000004" / name)
     message = refused("--resume", "--out", str(run_folder))
     assert "update_000004 is damaged" in message and name in message
-    assert message.endswith("--resume --resume_from update_000002 continues from the checkpoint before it")
+    assert message.endswith("--resume_from update_000002 takes the checkpoint before it")
     resume(run_folder, 4, "--resume_from", "update_000002")
     assert story(run_folder) == straight
 
@@ -368,7 +368,7 @@ def edited(folder, removed=(), **changes):
             {"clip_eps": 0.3},
             "config.json was changed: clip_eps is 0.3 and was 0.2; write the old values back",
         ),
-        ({"removed": ["clip_eps"]}, "config.json was changed: clip_eps is missing and was 0.2; "),
+        ({"removed": ["group_size"]}, "config.json was changed: group_size is missing and was 2; "),
         ({"seed": 1, "k": 4, "algo": "ppo"}, 'algo is "ppo" and was "grpo", k is 4 and was 2 (and 1 more); '),
     ],
 )
@@ -382,7 +382,7 @@ def test_an_emptied_config_is_refused_by_key(run_folder):
     (run_folder / "config.json").write_text("{}")
     message = refused("--resume", "--out", str(run_folder))
     assert (
-        'config.json was changed: method is missing and was "rspo", algo is missing and was "grpo" (and'
+        "config.json was changed: k is missing and was 2, tasks_per_update is missing and was 4 (and"
         in message
     )
 
@@ -456,8 +456,48 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
         (run_folder / name).rmdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
     assert refused("--out", str(tmp_path / "new")) == (
-        f"--out {tmp_path / 'new'}: {tmp_path} cannot be written; change its permissions, or work on a copy"
+        f"--out {tmp_path / 'new'}: {tmp_path} cannot be written (Permission denied); give another folder"
     )
+
+
+@pytest.mark.parametrize("name", ["start", "reward_model", "checkpoints", "policy"])
+def test_a_file_in_place_of_a_folder_of_the_run_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is a file; remove it"):
+        checkpoint.check_contents(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_of_the_run_is_refused(run_folder):
+    (run_folder / ".lock").unlink()
+    os.mkfifo(run_folder / ".lock")  # opening it would wait for ever
+    message = refused("--resume", "--out", str(run_folder))
+    assert message == f"--out {run_folder}: {run_folder / '.lock'} is not a regular file; remove it"
+
+
+def test_a_read_only_disk_is_named_as_the_cause(run_folder, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checkpoint.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # as on such a disk
+    message = refused("--resume", "--out", str(run_folder))
+    assert f"{run_folder} cannot be written (Read-only file system); change its" in message
+
+
+def test_the_evaluation_of_a_run_that_cannot_be_written_has_a_remedy(run_folder, monkeypatch):
+    edited(run_folder, model="some/model")
+    (run_folder / "policy").mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert refused("--eval_only", "--out", str(run_folder)) == (
+        f"--out {run_folder}: {run_folder} cannot be written (Permission denied); change its permissions, or "
+        f"work on a copy, or give --model {run_folder / 'policy'} without --out"
+    )
+
+
+def test_an_evaluation_needs_only_the_run_folder_itself_to_be_writable(run_folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == run_folder)
+    _, chosen = train.read_flags(["--eval_only", "--out", str(run_folder), "--eval_games", "2"])
+    assert chosen.name == "update_000004"
 
 
 def test_a_lock_that_is_a_folder_is_refused_before_the_model_is_loaded(run_folder):
@@ -495,19 +535,64 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_reported_and_the_run_goes_o
     assert [path.name for path in checkpoint.listed(run_folder)][-1] == "update_000004"
 
 
-def test_a_config_with_the_old_names_or_without_a_free_flag_is_resumed(run_folder):
+def test_an_old_policy_that_cannot_be_removed_stays_and_the_next_ones_are_written(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    checkpoint.write_folder(tmp_path / "policy", lambda folder: (folder / "weights").write_text("1"))
+    for number in "23":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refuse)
+            with pytest.warns(UserWarning, match="cannot be removed"):
+                checkpoint.write_folder(
+                    tmp_path / "policy", lambda folder, number=number: (folder / "weights").write_text(number)
+                )
+        assert (tmp_path / "policy" / "weights").read_text() == number
+    kept = sorted(path.read_text() for path in tmp_path.glob(".unfinished-old-*/policy/weights"))
+    assert kept == ["1", "2"]
+
+
+def test_a_policy_that_is_a_link_is_replaced_and_the_folder_it_names_is_left(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").write_text("1")
+    for target in ("elsewhere", "nowhere"):
+        (tmp_path / "policy").symlink_to(target)
+        checkpoint.write_folder(tmp_path / "policy", lambda folder: (folder / "weights").write_text("2"))
+        assert not (tmp_path / "policy").is_symlink()
+        assert (tmp_path / "policy" / "weights").read_text() == "2"
+        assert (tmp_path / "elsewhere" / "weights").read_text() == "1"
+        assert not list(tmp_path.glob(".unfinished-*"))
+        shutil.rmtree(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("name", [".lock", "policy", "summary.json"])
+def test_a_link_to_nothing_is_refused_before_the_model_is_loaded(run_folder, name):
+    path = run_folder / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to("nowhere/at/all")
+    message = refused("--resume", "--out", str(run_folder))
+    assert message == f"--out {run_folder}: {path} is a link to nothing; remove it"
+
+
+def test_a_config_with_old_names_or_without_flags_at_their_defaults_is_resumed(run_folder):
     path = run_folder / "config.json"
     config = json.loads(path.read_text())
     config["tasks_per_step"] = config.pop("tasks_per_update")
-    del config["total_updates"], config["threads"]
+    del config["total_updates"], config["threads"], config["clip_eps"]
     path.write_text(json.dumps(config))
     args, newest = train.read_flags(["--resume", "--out", str(run_folder)])
     assert args.tasks_per_update == 4 and args.total_updates == flags.Args.total_updates
+    assert args.clip_eps == 0.2  # the default, and the value that the run was trained with
     assert newest.name == "update_000004"
 
 
 def test_a_run_without_the_start_that_it_made_is_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "start").mkdir()
+    with pytest.raises(ValueError, match="is missing; copy it again"):
+        checkpoint.check_start(tmp_path, {"warm_start": 450})
+    (tmp_path / "start" / "model.safetensors").touch()
     checkpoint.check_start(tmp_path, {"warm_start": 450})
     checkpoint.check_start(tmp_path / "other", {"warm_start": 0})
     with pytest.raises(ValueError, match="start, the model after the warm start, is missing; copy it again"):
@@ -588,7 +673,7 @@ def test_ctrl_c_prints_the_command_that_resumes_the_run(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (FloatingPointError("it diverged"), 1, "error: it diverged"),
+        (FloatingPointError("it diverged"), 1, "error: it diverged\n"),
         (rspo.NothingToTrainOn([]), 1, "error: no episode of this update"),
         (flags.UsageError("--k 0: too few"), 2, "error: --k 0: too few"),
         (EngineError("no memory"), 1, "error: --sampler vllm: no memory; if nothing else helps, give kv"),
@@ -605,6 +690,24 @@ def test_a_known_error_ends_the_run_with_one_line(tmp_path, capsys, error, statu
     assert exit.value.code == status
     assert said.startswith(message) and said.count("\n") == 1
     assert ("resume with" in said) == isinstance(error, RankLost)  # elsewhere the same would happen again
+
+
+@pytest.mark.parametrize(
+    ("given", "causes"),
+    [
+        ("", ""),
+        ("--kl_coef 1000", ", or bring closer to its default: --kl_coef 1000 (default 0.01)"),
+        (
+            "--entropy_coef 0 --reward_scale 1e6",
+            ", or bring closer to its default: --reward_scale 1e+06 (default 10), "
+            "--entropy_coef 0 (default 0.001)",
+        ),
+    ],
+)
+def test_a_run_that_diverges_names_the_coefficients_that_are_not_at_their_defaults(given, causes):
+    with pytest.raises(FloatingPointError) as caught, causes_of_divergence(flags.Args(**flags.read(given))):
+        raise FloatingPointError("norm nan: lower its learning rate")
+    assert str(caught.value) == "norm nan: lower its learning rate" + causes
 
 
 def test_a_disk_that_can_no_longer_be_written_is_a_known_error(tmp_path, capsys):
