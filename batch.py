@@ -47,6 +47,7 @@ class Row:
     returns: Tensor | None = field(default=None, repr=False)
     sampler_logprobs: Tensor | None = field(default=None, repr=False)  # of fresh rows
     loss_mask: Tensor | None = field(default=None, repr=False)  # bool; None: all action tokens
+    new_logprobs: Tensor | None = field(default=None, repr=False)  # of replayed rows of this rank
 
     @property
     def action_mask(self) -> Tensor:

@@ -44,6 +44,8 @@ class Step:
     dense_score: float | None = None  # from the step reward model (Eq. 5)
     behavior_logprobs: list[float] | None = None  # log pi_B of the action tokens, from the trainer's pass
     advantage: float | None = None  # computed inside the episode's whole group
+    log_centre: float | None = None  # mean of log(pi_old / pi_B) over its tokens, when last replayed
+    log_ratio: float | None = None  # mean of log(pi / pi_B), at the last optimizer step on them
 
 
 @dataclass
@@ -172,6 +174,7 @@ class ReplayBuffer:
         self._entries: list[_Entry] = []
         self._groups_seen = 0
         self._random = random.Random(seed)
+        self.drawn: list[Trajectory] = []  # the last sample
 
     def __len__(self) -> int:
         """Count the episodes in the buffer."""
@@ -239,6 +242,7 @@ class ReplayBuffer:
             if len(drawn) + len(entry.trajectories) <= n:
                 drawn += entry.trajectories
                 entry.draws += 1
+        self.drawn = drawn
         return drawn
 
     def keep_newest(self, groups: int) -> None:
@@ -248,16 +252,19 @@ class ReplayBuffer:
         newest = set(heapq.nlargest(groups, {entry.group for entry in self._entries}))
         self._entries = [entry for entry in self._entries if entry.group in newest]
 
-    def draw_metrics(self, drawn: list[Trajectory], update: int) -> dict[str, float]:
-        """Return the number of episodes in the buffer, and the mean and largest age of the drawn episodes.
+    def ages(self, drawn: list[Trajectory], update: int) -> list[int]:
+        """Return the age of each drawn episode: the number of A's updates since it was played.
 
-        update: the number of A's updates so far. The age of an episode is the number of A's updates since it
-        was played.
+        update: the number of A's updates so far.
         """
+        played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
+        return [update - played[id(episode)] for episode in drawn]
+
+    def draw_metrics(self, drawn: list[Trajectory], update: int) -> dict[str, float]:
+        """Return the number of episodes in the buffer, and the mean and largest age of the drawn episodes."""
         if not drawn:
             return {}
-        played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
-        ages = [update - played[id(episode)] for episode in drawn]
+        ages = self.ages(drawn, update)
         return {"buffer_episodes": len(self), "replay_age_mean": fmean(ages), "replay_age_max": max(ages)}
 
     def clear(self) -> None:

@@ -184,6 +184,7 @@ def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals
     totals.add(f"clip_fraction_{source}", clipped.sum(), count)
     if source == "off":
         totals.add("centre_log_mean_abs", (old - behavior).abs().sum(), count)
+        batch.store("new_logprobs", logprobs)
     if config.kl_coef:
         kl = losses.kl_to_reference(logprobs, batch.column("ref_logprobs"), mask)
         totals.add(f"kl_{source}", kl.detach().sum(), count)
@@ -250,6 +251,24 @@ def centre_metrics(rows: list[Row]) -> dict[str, float]:
     if rows[0].loss_mask is not None:
         metrics["centre_dropped"] = 1 - sum(row.loss_tokens for row in rows) / len(c)
     return metrics
+
+
+def set_ratios(rows: list[Row]) -> None:
+    """Set log c and log r of every replayed step, as means over its tokens. No loss reads them.
+
+    A rank knows log r of the rows that it trained on, so the ranks add up theirs.
+    """
+    spans = [(row, span) for row in rows for span in row.spans]
+    found = torch.zeros(len(spans), 2)  # (sum of log r, number of ranks that trained on the row)
+    for i, (row, (_, start, end)) in enumerate(spans):
+        if row.new_logprobs is not None:
+            found[i, 0] = (row.new_logprobs - row.behavior_logprobs)[start:end].mean()
+            found[i, 1] = 1
+    distributed.sum_tensor(found)
+    for (row, (index, start, end)), (total, ranks) in zip(spans, found.tolist(), strict=True):
+        step = row.trajectory.steps[index]
+        step.log_centre = (row.old_logprobs - row.behavior_logprobs)[start:end].mean().item()
+        step.log_ratio = total / ranks if ranks else None  # no token was left by `max_centre`
 
 
 class NothingToTrainOn(RuntimeError):
@@ -319,6 +338,8 @@ def update(
         optimizer_step(agent, config, totals)
         if step == 0:
             gather_columns(rows, places, ["old_logprobs"])
+    if off_rows:
+        set_ratios(off_rows)
     return {
         **totals.means(),
         **sampler_gap(on_rows),

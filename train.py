@@ -6,13 +6,13 @@ A run, in order:
 2. Warm-start the model on demonstrations, if it cannot act yet (demo/warm_start.py).
 3. Fit the step reward model.
 4. Evaluate on held-out games, run Algorithm 1 with a checkpoint after every loop, evaluate again.
-5. Write the trained policy, the summary and the curves.
+5. Write the trained policy, the summary, the curves and the page of the run.
 
 The run folder holds config.json (the value of every flag), run.json (command, versions and machine of each
 start), metrics.jsonl and transcripts.jsonl (record/log.py), start/ (the starting model, if the run made it),
 reward_model/ (if the run fitted it), checkpoints/ (record/checkpoint.py), policy/ (the trained agent A, for
-transformers or peft), curves.png and summary.json. `--resume` continues a run exactly: after Ctrl-C, after a
-kill, or to train for longer.
+transformers or peft), curves.png, summary.json and report.html (record/page.py). `--resume` continues a run
+exactly: after Ctrl-C, after a kill, or to train for longer.
 
 A run has one or more ranks, processes that share the work (scale/distributed.py). `--ranks` starts them
 (scale/launch.py), or torchrun does. All ranks take the same path through this file. Only rank 0 prints and
@@ -84,7 +84,7 @@ from chat import Dialogue
 from demo.warm_start import demonstrations
 from model import Base
 from policy import Policy
-from record import identity, report
+from record import identity
 from record.artifacts import (
     device_of,
     load_start,
@@ -95,6 +95,7 @@ from record.artifacts import (
     read_checkpoint,
     usage_error,
 )
+from record.curves import draw_curves
 from record.log import (
     eval_file,
     open_log,
@@ -103,6 +104,8 @@ from record.log import (
     wandb_listener,
     write_run_facts,
 )
+from record.page import write_page
+from record.panels import panel_table, solved_text
 from record.recorder import (
     Recorder,
     causes_of_divergence,
@@ -223,7 +226,8 @@ class Pieces:
     make_reward_model: Callable = make_reward_model
     of_base: Callable = identity.of_base
     of_reward_model: Callable = identity.of_reward_model
-    draw_curves: Callable = report.draw_curves
+    draw_curves: Callable = draw_curves
+    write_page: Callable = write_page
 
 
 PIECES = Pieces()
@@ -317,7 +321,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     if log and args.wandb_project:
         log.listeners.append(wandb_listener(args.wandb_project, folder, dataclasses.asdict(args)))
 
-    recorder = Recorder(args, folder, policy, world, dense_reward, log, started, parts)
+    recorder = Recorder(args, folder, policy, world, dense_reward, log, started, parts, replay)
     if not saved:
         recorder.evaluate(0)
     bar = progress_bar(args.total_updates, "training", initial=done)
@@ -329,7 +333,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     world.close()
     if log:
         checkpoint.write_folder(folder / "policy", policy.save)
-        conclude(args, folder, log, time.perf_counter() - started, pieces.draw_curves)
+        conclude(args, folder, log, time.perf_counter() - started, pieces.draw_curves, pieces.write_page)
         log.close()
 
 
@@ -363,8 +367,8 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
         for split in args.eval_splits:
             _, panels[split] = play_panel(args, world, policy, split)
             print_line(f"success in % on {panels[split]['games']} games of {split}")
-            print_line(report.panel_table({name: panels[split]}))
-            print_line(report.solved_text(panels[split]))
+            print_line(panel_table({name: panels[split]}))
+            print_line(solved_text(panels[split]))
         facts["games"] = world.pool.env.fingerprint
     facts |= {"policy": name, "panels": panels, "seconds": time.perf_counter() - started}
     facts |= {"identity": identity.of_evaluated(parts, saved), "config": json.loads(config_text(args))}

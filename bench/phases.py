@@ -68,7 +68,7 @@ def watch_run(clock: Clock) -> None:
     """Wrap the functions whose times are shown."""
     import rspo
     import train
-    from record import artifacts, checkpoint, report
+    from record import artifacts, checkpoint
     from record.recorder import Recorder
     from reward_model import StepRewardModel
 
@@ -83,7 +83,7 @@ def watch_run(clock: Clock) -> None:
     clock.watch(rspo, "score_minibatches", lambda agent, *rest: f"update of {agent.name}: scoring")
     clock.watch(rspo, "update", lambda agent, *rest: f"update of {agent.name}: gradients and the rest")
     clock.watch(checkpoint, "write", "checkpoints")
-    clock.watch(report, "draw_curves", "curves")
+    clock.watch(train, "conclude", "summary, curves and page")
 
 
 def table(seconds: dict[str, float]) -> str:

@@ -16,9 +16,10 @@ from tqdm import tqdm
 from buffer import Group, ReplayBuffer, StopReason, Trajectory
 from config import Config
 from flags import Args, config_text
-from record import checkpoint, report
+from record import checkpoint, transcripts
 from record.log import Log
 from record.metrics import episode_metrics, panel, progress, start_and_end
+from record.panels import panel_table, title_of
 from rollout import World
 from scale import distributed
 
@@ -110,18 +111,21 @@ class Recorder:
         log: Log | None,
         started: float,
         identity: dict,
+        replay: ReplayBuffer | None = None,
     ):
         """`dense_reward` is None if the method needs none. `started` is the run's time 0 (perf_counter).
 
         identity: fingerprints of the models that the checkpoints do not contain (record/identity.py).
+        replay: the buffer that A's updates draw from, to show the replayed episodes.
         """
+        self.replay = replay
         self.identity = identity
         self.agents: dict[str, object] = {policy.name: policy}  # A, and B once it has played
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
         self.bar: tqdm | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
-        self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose transcripts are written
+        self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose first update is in transcripts
         self.warned_of_centre = args.max_centre is not None  # such tokens are then left out
 
     def timed(self, phase: str, call: Callable):
@@ -162,10 +166,8 @@ class Recorder:
             "buffer": "outcome",
         }
         line = self.write(agent, updates, loop, {**episode_metrics(groups, rewards[agent]), **metrics})
-        if (agent, loop) not in self.transcribed:
-            self.transcribed.add((agent, loop))
-            episodes = [member for group in groups for member in group.trajectories]
-            self.transcribe(report.one_of_each(episodes), agent, updates)
+        if transcripts.is_kept(loop):
+            self.transcribe_update(line, groups)
         if left_out := line["left_out_episodes"]:
             crashed = line["crashed_episodes"]
             print_line(
@@ -185,30 +187,53 @@ class Recorder:
 
     def show(self, line: dict) -> None:
         """Show the next phase in the progress bar, and after an update of A its metrics too."""
-        self.bar.set_description(phase_after(line, self.args), refresh=False)
+        self.name_phase(phase_after(line, self.args))
         if line["agent"] == "policy":
             advance(self.bar, success=line["success"], KL=line.get("kl_on", 0.0))
-        elif sys.stderr.isatty():
-            self.bar.refresh()
 
-    def transcribe(self, episodes: list[Trajectory], agent: str, updates: int) -> None:
-        """Append the episodes to transcripts.jsonl."""
-        for episode in episodes:
-            self.log.write_transcript(
-                report.transcript(episode, self.policy.chat.decode, update=updates, agent=agent)
-            )
+    def name_phase(self, phase: str) -> None:
+        """Show the name of a phase in the progress bar, at once if there is a terminal."""
+        self.bar.set_description(phase, refresh=sys.stderr.isatty())
+
+    def transcribe_update(self, line: dict, groups: list[Group]) -> None:
+        """Append the episodes of a logged line that are kept to transcripts.jsonl, and replayed ones."""
+        agent, loop, updates, k = line["agent"], line["loop"], line["update"], self.args.k
+        episodes, kept = [member for group in groups for member in group.trajectories], []
+        if (agent, loop) not in self.transcribed:
+            self.transcribed.add((agent, loop))
+            kept += transcripts.one_of_each(episodes)
+        if agent == "explorer" and line["explorer_update"] % k == 0:
+            kept += transcripts.misjudged(episodes)
+        for episode in transcripts.distinct(kept):
+            self.transcribe(episode, agent, updates, loop)
+        if agent == "policy" and self.replay is not None and updates % k == 0:
+            drawn = transcripts.one_of_each(self.replay.drawn)
+            for episode, age in zip(drawn, self.replay.ages(drawn, updates - 1), strict=True):
+                self.transcribe(episode, "replayed", updates, loop, age=age)
+
+    def transcribe(self, episode: Trajectory, agent: str, updates: int, loop: int, **more) -> None:
+        """Append an episode to transcripts.jsonl."""
+        about = {"update": updates, "loop": loop, "agent": agent, **more}
+        self.log.write_transcript(transcripts.transcript(episode, self.policy.chat.decode, **about))
 
     def evaluate(self, updates: int) -> None:
-        """Play the panel of every split and log it."""
+        """Play the panel of every split and log it. The progress bar says so meanwhile."""
+        before = self.bar.desc.removesuffix(": ") if self.bar else ""
         for split in self.args.eval_splits:
+            if self.bar:
+                self.name_phase(f"loop {updates // self.args.k}, panel {split}")
             play = functools.partial(play_panel, self.args, self.world, self.policy, split)
             episodes, results = self.timed("eval", play)
             if self.log is None:
                 continue
-            by_type = {episode.task_type: episode for episode in reversed(episodes)}  # the first of each type
-            self.transcribe(list(by_type.values()), "evaluation", updates)
             line = self.write("evaluation", updates, updates // self.args.k, results)
+            panels = sum(line["split"] == split for line in self.log.of("evaluation"))
+            if transcripts.is_kept(panels):
+                for episode in transcripts.of_panel(episodes):
+                    self.transcribe(episode, "evaluation", updates, line["loop"], split=split)
             print_line(f"update {updates}: solves {line['success']:.1%} of {line['games']} games of {split}")
+        if self.bar:
+            self.name_phase(before)
 
     def end_loop(self, updates: int, replay: ReplayBuffer) -> None:
         """Evaluate if that is due, and save a checkpoint. `rspo.train` calls it after every loop."""
@@ -253,8 +278,13 @@ def play_panel(args: Args, world: World, policy, split: str) -> tuple[list[Traje
     return episodes, results
 
 
-def conclude(args: Args, folder: Path, log: Log, seconds: float, draw_curves: Callable) -> None:
-    """Write summary.json and curves.png, and print a table of start and end for each split."""
+def conclude(
+    args: Args, folder: Path, log: Log, seconds: float, draw_curves: Callable, write_page: Callable
+) -> None:
+    """Write summary.json, curves.png and report.html, and print a table of start and end for each split.
+
+    A failure to write report.html is a warning, because the page can be made at any later time.
+    """
     panels = start_and_end(log.lines)
     newest = log.of("evaluation")[-1]
     summary = {
@@ -272,10 +302,17 @@ def conclude(args: Args, folder: Path, log: Log, seconds: float, draw_curves: Ca
         "model": args.model,
     }
     checkpoint.write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-    title = report.title_of(vars(args))
+    title = title_of(vars(args))
     draw_curves(log.lines, folder / "curves.png", title)
     for split, (start, end) in panels.items():
         games = f"{end['games']} games of {split}, temperature {args.eval_temperature}"
         print_line(f"\nsuccess in % on {games}: {title}")
-        print_line(report.panel_table({"start": start, "end": end}))
+        print_line(panel_table({"start": start, "end": end}))
+    try:
+        write_page(folder)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        print_line(f"warning: report.html was not made ({why}); python -m record.report {folder} makes it")
+    else:
+        print_line(f"page: {folder / 'report.html'}")
     print_line(f"curves: {folder / 'curves.png'}\npolicy: {folder / 'policy'}\nall files: {folder}")

@@ -21,8 +21,9 @@ import config
 import flags
 import train
 from envs import Household, make_env
-from record import artifacts, checkpoint, identity, report
+from record import artifacts, checkpoint, identity
 from record.log import read_lines
+from record.transcripts import transcript_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +38,9 @@ PREPARE = {
     "reward_model_episodes": 40,
     "reward_model_epochs": 1,
 }
-WITHOUT_CURVES = dataclasses.replace(train.PIECES, draw_curves=lambda lines, path, title: None)
+WITHOUT_CURVES = dataclasses.replace(
+    train.PIECES, draw_curves=lambda lines, path, title: None, write_page=lambda folder: None
+)
 
 
 def argv(folder, **options):
@@ -128,10 +131,16 @@ def test_summary_and_log_agree(first_run):
 
 def test_transcripts_are_readable(first_run):
     records = read_lines(first_run / "transcripts.jsonl")
-    assert {record["agent"] for record in records} == {"policy", "explorer", "buffer", "evaluation"}
+    assert {record["agent"] for record in records} == {
+        "policy",
+        "explorer",
+        "buffer",
+        "replayed",
+        "evaluation",
+    }
     explored = next(record for record in records if record["agent"] == "explorer")
     assert all(-1 < step["dense_score"] < 1 for step in explored["steps"])
-    text = report.transcript_text(explored)
+    text = transcript_text(explored)
     assert explored["task"] in text and explored["steps"][0]["observation"] in text and "[score" in text
 
 

@@ -72,6 +72,7 @@ TOY = train.Pieces(
     of_base=lambda base: dict.fromkeys(["model weights", "tokenizer", "chat template"], "toy"),
     of_reward_model=lambda model: {"step reward model": "toy"},
     draw_curves=lambda lines, path, title: None,
+    write_page=lambda folder: None,
 )
 
 

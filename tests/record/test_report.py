@@ -11,9 +11,10 @@ import pytest
 from buffer import Step, StopReason, Trajectory
 from demo.toy import ToyPolicy
 from flags import Args
-from record import report
+from record import curves, transcripts
 from record.log import Log, eval_file, numbers_of, read_lines, wandb_listener
 from record.metrics import panel, progress, start_and_end, wilson_interval
+from record.panels import panel_table, solved_text
 from record.recorder import Recorder, progress_bar
 
 ROOT = Path(__file__).parent.parent.parent
@@ -121,7 +122,7 @@ def a_panel(success, outcome, pick, look, **cost):
 def test_the_table_has_a_column_of_scores_if_they_differ_from_success():
     start = a_panel(0.5, 0.55, 0.75, 0.0, update=0, environment_episodes=0, seconds_elapsed=2.4)
     end = a_panel(1.0, 1.0, 1.0, 1.0, update=3, environment_episodes=2688, seconds_elapsed=61.6)
-    assert report.panel_table({"start": start, "end": end}) == (
+    assert panel_table({"start": start, "end": end}) == (
         "         Pick    Look    all  score  updates  episodes  seconds\n"
         "games       4       2      6\n"
         "start    75.0     0.0   50.0   55.0        0         0        2\n"
@@ -131,7 +132,7 @@ def test_the_table_has_a_column_of_scores_if_they_differ_from_success():
 
 
 def test_the_table_has_no_scores_if_the_outcome_is_the_success():
-    assert report.panel_table({"policy": a_panel(0.5, 0.5, 0.75, 0.0)}) == (
+    assert panel_table({"policy": a_panel(0.5, 0.5, 0.75, 0.0)}) == (
         "        Pick  Look   all\n"  #
         "games      4     2     6\n"
         "policy  75.0   0.0  50.0"
@@ -189,7 +190,7 @@ def test_a_game_that_crashed_at_its_start_has_the_type_unknown():
         by_type = progress(start, end)["by_type"]
         assert tuple(by_type["unknown"].values()) == unknown
         assert sum(result["games"] for result in by_type.values()) == 10
-    assert report.panel_table({"start": found, "end": whole}) == (
+    assert panel_table({"start": found, "end": whole}) == (
         "        Pick  Look  unknown    all\n"
         "games    5/6     4      1/0     10\n"
         "start   60.0  25.0      0.0   40.0\n"
@@ -218,7 +219,7 @@ def test_the_interval_of_a_success_rate(successes, games, ends):
 def test_a_panel_says_how_many_games_are_solved():
     found = panel(games_of("Pick", 1, 9), ("Pick",))
     assert found["success_interval"] == found["by_type"]["Pick"]["success_interval"]
-    assert report.solved_text(found) == "solved: 1 of 10 games, 10.0% (95 % interval 1.8% to 40.4%)"
+    assert solved_text(found) == "solved: 1 of 10 games, 10.0% (95 % interval 1.8% to 40.4%)"
     line = {"agent": "evaluation", "split": "seen", **found}
     assert numbers_of(line) == {
         "evaluation/seen/games": 10,
@@ -251,7 +252,9 @@ def an_episode(success, valid=True, dense_score=None):
 
 def test_a_transcript_is_readable_as_text():
     def text_of(episode):
-        return report.transcript_text(report.transcript(episode, lambda ids: f"reply {ids}", agent="policy"))
+        return transcripts.transcript_text(
+            transcripts.transcript(episode, lambda ids: f"reply {ids}", agent="policy")
+        )
 
     assert text_of(an_episode(True, dense_score=0.25)) == (
         "find it  [Pick, env/train/3]: solved\n  a room\n  > look   [score +0.25]"
@@ -263,8 +266,8 @@ def test_a_transcript_is_readable_as_text():
 
 def test_one_solved_and_one_unsolved_episode_are_shown():
     solved, failed, other = an_episode(True), an_episode(False), an_episode(True)
-    assert report.one_of_each([solved, other, failed]) == [solved, failed]
-    assert report.one_of_each([failed]) == [failed]
+    assert transcripts.one_of_each([solved, other, failed]) == [solved, failed]
+    assert transcripts.one_of_each([failed]) == [failed]
 
 
 # --- curves -------------------------------------------------------------------------------------------------
@@ -281,19 +284,19 @@ LINES = [
 
 
 def test_points_are_those_of_one_agent_over_its_own_updates():
-    assert report.points(LINES, "update", "success", agent="policy") == ([1, 2], [0.4, 0.5])
-    assert report.points(LINES, "update", "success", agent="explorer") == ([1], [0.2])
-    assert report.points(LINES, "environment_episodes", "success", agent="explorer") == ([8], [0.2])
-    assert report.points(LINES, "update", "success", agent="evaluation", split="eval") == ([0, 2], [0.1, 0.6])
-    assert report.points(LINES, "update", "kl_off", agent="policy") == ([1], [1.0])  # only lines that have it
+    assert curves.points(LINES, "update", "success", agent="policy") == ([1, 2], [0.4, 0.5])
+    assert curves.points(LINES, "update", "success", agent="explorer") == ([1], [0.2])
+    assert curves.points(LINES, "environment_episodes", "success", agent="explorer") == ([8], [0.2])
+    assert curves.points(LINES, "update", "success", agent="evaluation", split="eval") == ([0, 2], [0.1, 0.6])
+    assert curves.points(LINES, "update", "kl_off", agent="policy") == ([1], [1.0])  # only lines that have it
 
 
 def test_curves_have_a_legend_for_what_is_drawn():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure, (success, kl, clipped) = pyplot.subplots(1, 3)
-    report.draw_success(success, LINES, "update")
-    report.draw_metric(kl, LINES, "kl_on", "kl_off")
-    report.draw_metric(clipped, LINES, "clip_fraction_on", "clip_fraction_off")  # no line has it
+    curves.draw_success(success, LINES, "update")
+    curves.draw_metric(kl, LINES, "kl_on", "kl_off")
+    curves.draw_metric(clipped, LINES, "clip_fraction_on", "clip_fraction_off")  # no line has it
     labels = [line.get_label() for line in success.lines]
     assert labels == ["B, training games", "A, training games", "A, held-out (eval)", "A, held-out (hard)"]
     assert [text.get_text() for text in kl.get_legend().get_texts()] == ["A", "A, replayed"]
@@ -307,7 +310,7 @@ def test_the_report_of_a_run_folder_draws_its_curves(tmp_path):
         for line in LINES:
             panel = a_panel(0.5, 0.5, 0.5, 0.5) if line["agent"] == "evaluation" else {}
             file.write(json.dumps({**line, **panel}) + "\n")
-    episode = report.transcript(an_episode(True), str, agent="evaluation")
+    episode = transcripts.transcript(an_episode(True), str, agent="evaluation")
     (tmp_path / "transcripts.jsonl").write_text(json.dumps(episode) + "\n")
     (tmp_path / "config.json").write_text('{"method": "rspo", "algo": "grpo", "env": "household", "seed": 0}')
     done = subprocess.run(
