@@ -136,7 +136,7 @@ def table_of(groups: list[Group], split: str) -> dict:
     header = ["settings", "seeds", "updates", "episodes", "start", "end"]
     header += [f"at {ends['update']:,.0f} updates", f"at {ends['environment_episodes']:,.0f} episodes"]
     rows = [row_of_group(group, split, ends, types) for group in groups]
-    return {"split": split, "header": [*header, *types, "end of each seed"], "rows": rows}
+    return {"split": split, "header": [*header, "end of each seed", *types], "rows": rows}
 
 
 def last_panels(groups: list[Group], split: str) -> list[list[dict]]:
@@ -158,14 +158,15 @@ def row_of_group(group: Group, split: str, ends: dict[str, float], types: list[s
     row.append(mean_and_spread([panel["success"] for panel in newest]))
     for x in AXES:
         row.append(mean_and_spread([at(curve_of(run, split, x), ends[x]) for run in group.runs]))
-    for task_type in types:
-        results = [(panel.get("by_type") or {}).get(task_type, {}) for panel in newest]
-        row.append(mean_and_spread([result.get("success") for result in results if result.get("games")]))
     seeds = []
     for run, panels_of_run in zip(group.runs, panels, strict=True):
         end = percent(panels_of_run[-1]["success"]) if panels_of_run else "no panel"
         seeds.append(f"s{run.config.get('seed', '?')}: {end}")
-    return [*row, ", ".join(seeds)]
+    row.append(", ".join(seeds))
+    for task_type in types:
+        results = [(panel.get("by_type") or {}).get(task_type, {}) for panel in newest]
+        row.append(mean_and_spread([result.get("success") for result in results if result.get("games")]))
+    return row
 
 
 def markdown(table: dict) -> str:

@@ -149,6 +149,7 @@ function show() {
   }
   document.getElementById("type").value = state.type;
   document.getElementById("order").value = state.order;
+  document.getElementById("order").hidden = !episodes.some((e) => e.agent === state.agent && e.gap !== undefined);
   document.getElementById("find").value = state.find;
   document.getElementById("explanation").textContent = explanations[state.agent] || "";
   showColumn("solved");

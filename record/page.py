@@ -20,11 +20,10 @@ from record.episodes import AGENTS, STAGES, episodes_of
 from record.metrics import types_of
 from record.run_charts import charts_of
 from record.run_logs import Run, number, read_run
+from record.run_warnings import warnings_of
 
 NAME = "report.html"
 MOST_PANELS = 13  # columns of the table of panels
-LARGE_CENTRE = 10.0  # as in record/recorder.py
-SAMPLER_GAP = 1e-2
 SHOWN = {"run": None, "comparison": None, "refresh": 0}
 
 
@@ -96,7 +95,7 @@ def status_of(run: Run) -> str:
         return f"finished: {done:,} updates of A"
     text = f"not finished: {done:,} of {total:,} updates of A"
     start = elapsed([line for line in run.lines if line["update"] == 0 and line["agent"] == "evaluation"])
-    end = elapsed([line for line in run.lines if line["update"] == done])
+    end = elapsed([line for line in run.of("policy") if line["update"] == done])
     if 0 < done < total and end > start > 0:
         text += f"; about {duration((end - start) / done * (total - done))} are left if it goes on"
     return text
@@ -126,47 +125,6 @@ def tiles_of(run: Run) -> list[tuple[str, str, str]]:
         tiles.append(("replayed episodes", f"{replayed:,}", "draws, of A's updates"))
     tiles.append(("time", duration(elapsed(run.lines)), ""))
     return tiles
-
-
-def warnings_of(run: Run) -> list[str]:
-    """Return what deserves attention, found in the logs."""
-    found = []
-    for name, count in run.damaged.items():
-        if count:
-            found.append(f"{count:,} lines of {name} cannot be read; they are left out.")
-    if run.reward_fit.get("learned") is False:
-        found.append("The step reward model is not clearly better than chance, so dense rewards mean little.")
-    crashed = sum(number(line.get("crashed_episodes")) or 0 for line in run.lines)
-    if crashed:
-        found.append(f"The environment crashed in {crashed:,} episodes.")
-    a = run.of("policy")
-    empty = [line["update"] for line in a if line.get("replayed_episodes") == 0]
-    if empty and len(empty) < len(a):
-        found.append(f"The replay buffer gave nothing in {len(empty):,} updates of A; alpha was 0 there.")
-    large = [line for line in a if (number(line.get("centre_max")) or 0) > LARGE_CENTRE]
-    if large:
-        most = max(large, key=lambda line: line["centre_max"])
-        found.append(
-            f"A replayed token had c = \u03c0_old/\u03c0_B above {LARGE_CENTRE:g} in {len(large):,} updates "
-            f"of A, at most {most['centre_max']:.1f} in update {most['update']}. "
-            "--max_centre leaves such tokens out."
-        )
-    flat = [line for line in a if line.get("zero_spread_groups") == 1 and run.config.get("algo") != "ppo"]
-    if flat:
-        found.append(
-            f"In {len(flat):,} updates of A no group had any spread, so A's own episodes taught nothing."
-        )
-    both = a + run.of("explorer")
-    long = sum((number(line.get("truncated_replies")) or 0) > 0.05 for line in both)
-    if long:
-        found.append(f"Over 5 % of the replies reached --max_new_tokens in {long:,} updates.")
-    long = sum(number(line.get("token_limit_episodes")) or 0 for line in both)
-    if long:
-        found.append(f"{long:,} training episodes ended because of --max_prompt_tokens.")
-    gap = max((number(line.get("sampler_gap_max")) or 0 for line in both), default=0)
-    if gap > SAMPLER_GAP and run.config.get("dtype") == "float32":
-        found.append(f"Log-probs of sampler and trainer differ by up to {gap:.2g}; see sampler_gap_max.")
-    return found
 
 
 # --- tables -------------------------------------------------------------------------------------------------

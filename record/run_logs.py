@@ -49,7 +49,7 @@ class Run:
         """Return the panels of each split."""
         found: dict[str, list[dict]] = {}
         for line in self.of("evaluation"):
-            if "success" in line:
+            if number(line.get("success")) is not None:
                 found.setdefault(line.get("split", ""), []).append(line)
         return found
 

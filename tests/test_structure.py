@@ -55,6 +55,7 @@ ORDER = [
     "record.episodes",
     "record.charts",
     "record.run_charts",
+    "record.run_warnings",
     "record.page",
     "record.compare",
     "record.report",
