@@ -71,7 +71,7 @@ def places_of(run: Run) -> list[Place]:
         places.append(Place(offset, episode["agent"], update, success, gap=gap))
     last = max((place.update for place in places), default=0)
     for place in places:
-        place.stage = min(2, int(3 * place.update / (last + 1)))
+        place.stage = min(2, int(3 * place.update / max(last, 1)))
     return places
 
 
