@@ -184,7 +184,7 @@ def policy_loss(agent, batch: Batch, source: str, config: Config, totals: Totals
     totals.add(f"clip_fraction_{source}", clipped.sum(), count)
     if source == "off":
         totals.add("centre_log_mean_abs", (old - behavior).abs().sum(), count)
-        batch.store("new_logprobs", logprobs)
+        batch.store("new_logprobs", logprobs.masked_fill(~mask, torch.nan))  # those that `max_centre` drops
     if config.kl_coef:
         kl = losses.kl_to_reference(logprobs, batch.column("ref_logprobs"), mask)
         totals.add(f"kl_{source}", kl.detach().sum(), count)
@@ -254,7 +254,7 @@ def centre_metrics(rows: list[Row]) -> dict[str, float]:
 
 
 def set_ratios(rows: list[Row]) -> None:
-    """Set log c and log r of every replayed step, as means over its tokens. No loss reads them.
+    """Set log c and log r of every replayed step, as means over its (counted) tokens. No loss reads them.
 
     A rank knows log r of the rows that it trained on, so the ranks add up theirs.
     """
@@ -262,13 +262,13 @@ def set_ratios(rows: list[Row]) -> None:
     found = torch.zeros(len(spans), 2)  # (sum of log r, number of ranks that trained on the row)
     for i, (row, (_, start, end)) in enumerate(spans):
         if row.new_logprobs is not None:
-            found[i, 0] = (row.new_logprobs - row.behavior_logprobs)[start:end].mean()
+            found[i, 0] = (row.new_logprobs - row.behavior_logprobs)[start:end].nanmean()
             found[i, 1] = 1
     distributed.sum_tensor(found)
     for (row, (index, start, end)), (total, ranks) in zip(spans, found.tolist(), strict=True):
         step = row.trajectory.steps[index]
         step.log_centre = (row.old_logprobs - row.behavior_logprobs)[start:end].mean().item()
-        step.log_ratio = total / ranks if ranks else None  # no token was left by `max_centre`
+        step.log_ratio = total / ranks if ranks and total == total else None  # NaN: no token is counted
 
 
 class NothingToTrainOn(RuntimeError):

@@ -1,1 +1,1 @@
-"""Input and output of a run: its command line, metrics, log, checkpoints, tables and curves."""
+"""Input and output of a run: its command line, metrics, log, checkpoints, tables, curves and page."""

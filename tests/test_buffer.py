@@ -258,6 +258,7 @@ def test_a_draw_reports_the_age_of_its_episodes_in_updates_of_a():
         "replay_age_max": 4,
     }
     assert buffer.draw_metrics([], 7) == {}
+    assert sorted(buffer.ages(buffer.drawn, 7)) == [1, 4, 4]  # of the last sample
 
 
 # Units and age

@@ -36,7 +36,7 @@ ALLOWED = {  # names that the code does not contain
 }
 FOREIGN_FLAGS = {"--nproc_per_node": "torchrun", "--index-url": "pip"}
 FOREIGN_MODULES = {"spacy": "downloads its model, for WebShop"}
-SUFFIXES = ("py", "md", "json", "jsonl", "png", "txt", "toml", "cff", "safetensors")
+SUFFIXES = ("py", "md", "json", "jsonl", "png", "html", "txt", "toml", "cff", "safetensors")
 SHELL = ("&&", "||", "|", ">", "done")  # words that end a command
 
 

@@ -415,6 +415,27 @@ def with_centres(*centres):
     return episode(1.0, steps)
 
 
+def test_replayed_steps_get_their_centre_and_their_ratio():
+    fresh = [Group("toy", [episode(0.0, [step()]), episode(0.0, [step()])])]
+
+    def updated(config):
+        replayed = with_centres((4.0, 1.0), (0.2, 0.2))
+        rspo.update(ToyPolicy(), fresh, [replayed], "outcome", config, random.Random(0))
+        return [(step.log_centre, step.log_ratio) for step in replayed.steps]
+
+    # at the first optimizer step r = c; means of log c over two tokens: (log 4 + 0) / 2 and log 0.2
+    (one, same), (low, other) = updated(ONE_STEP)
+    assert (one, low) == pytest.approx((0.693147, -1.609438), abs=1e-4) and (one, low) == (same, other)
+    # --max_centre drops the action of the first step and all of the second one
+    (one, near), (low, none) = updated(dataclasses.replace(ONE_STEP, max_centre=2.0))
+    assert (one, low) == pytest.approx((0.693147, -1.609438), abs=1e-4)
+    assert near == pytest.approx(0.0, abs=1e-4) and none is None
+    # in a second epoch the weights have moved: the success became more likely
+    (one, later), _ = updated(dataclasses.replace(ONE_STEP, epochs=2))
+    assert one == pytest.approx(0.693147, abs=1e-4) and later > one + 1e-4
+    assert fresh[0].trajectories[0].steps[0].log_centre is None
+
+
 @pytest.mark.parametrize("tokens_per_micro_batch", [1, 10**6])
 def test_tokens_beyond_max_centre_leave_the_mean_of_j_off(tokens_per_micro_batch):
     # All fresh episodes fail, so their advantages are 0 and only J_off has a gradient. Of the logit of
