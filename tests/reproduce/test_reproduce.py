@@ -117,7 +117,7 @@ def test_a_kill_stops_the_runs_also_in_the_background_of_a_shell(tmp_path):
         assert process.poll() is None
         time.sleep(0.1)
     process.terminate()
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130 and error.startswith(
         "stopped; continue with: python -m reproduce states"
     )
@@ -137,6 +137,6 @@ def test_an_experiment_is_remade_from_nothing_and_not_run_twice(tmp_path):
     text = (folder / "states.md").read_text()
     assert "| RSPO + GRPO | 6 | 896 |" in text and "claim: RSPO repeats fewer" in text
     assert (folder / "states.png").is_file()
-    second = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    second = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert "3 of 3 runs are finished" in second.stdout and second.returncode == 0
     assert json.loads((folder / "states.json").read_text()) == report
