@@ -31,6 +31,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -75,6 +76,8 @@ elif __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports brings no traceback
 
 import torch
 
@@ -416,4 +419,6 @@ def main(argv: list[str] | None = None, checked=None, pieces: Pieces = PIECES) -
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main(checked=CHECKED)
