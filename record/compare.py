@@ -14,7 +14,7 @@ from record.charts import COLOURS, SMOOTH, Chart, Curve, draw, moving_mean
 from record.metrics import types_of
 from record.page import percent, status_of
 from record.run_charts import axis_of
-from record.run_logs import Run, number, points
+from record.run_logs import Run, counted, number, points
 
 AXES = {"update": "updates of A", "environment_episodes": "training episodes of A and B"}
 FREE = {flag.removeprefix("--") for flag in OF_THE_MACHINE.split()}  # flags that make no other group
@@ -37,18 +37,14 @@ def comparison_of(runs: list[Run], page: Path) -> dict:
     groups = groups_of(runs)
     splits = list(dict.fromkeys(split for run in runs for split in run.panels()))
     return {
-        "title": f"{len(runs)} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
-        "status": "; ".join(f"{group.label}: {count(group.runs)}" for group in groups),
+        "title": f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}",
+        "status": "; ".join(f"{group.label}: {counted(len(group.runs), 'run')}" for group in groups),
         "tables": [table_of(groups, split) for split in splits],
         "note": NOTE,
         "charts": draw(charts_of(groups, splits)),
         "smooth": SMOOTH,
         "runs": [row_of(group, run, page) for group in groups for run in group.runs],
     }
-
-
-def count(runs: list[Run]) -> str:
-    return f"{len(runs)} run{'s' * (len(runs) > 1)}"
 
 
 def row_of(group: Group, run: Run, page: Path) -> dict:

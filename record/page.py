@@ -19,7 +19,7 @@ from record.command_line import UsageError
 from record.episodes import AGENTS, STAGES, episodes_of
 from record.metrics import types_of
 from record.run_charts import charts_of
-from record.run_logs import Run, number, read_run
+from record.run_logs import Run, counted, number, read_run
 from record.run_warnings import warnings_of
 
 NAME = "report.html"
@@ -92,8 +92,8 @@ def status_of(run: Run) -> str:
     """Say whether the run is finished, and else how long the rest will take."""
     done, total = run.updates, run.total_updates
     if run.finished:
-        return f"finished: {done:,} updates of A"
-    text = f"not finished: {done:,} of {total:,} updates of A"
+        return f"finished: {counted(done, 'update')} of A"
+    text = f"not finished: {done:,} of {counted(total, 'update')} of A"
     start = elapsed([line for line in run.lines if line["update"] == 0 and line["agent"] == "evaluation"])
     end = elapsed([line for line in run.of("policy") if line["update"] == done])
     if 0 < done < total and end > start > 0:

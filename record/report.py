@@ -8,6 +8,7 @@ Nothing else in a run folder is changed, so the runs may still be going on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -21,10 +22,12 @@ from record.panels import panel_table
 from record.run_logs import Run, read_run, readable_lines
 from record.transcripts import transcript_text
 
+FOR_TABLE = ("success", "outcome", "games")  # a panel's keys, beside those by task type
+
 
 def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m record.report", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder: the --out of a run")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: the --out of a run")
     parser.add_argument(
         "--out", metavar="FILE", help="page of several runs; default: report.html beside them"
     )
@@ -38,18 +41,27 @@ def flags() -> argparse.ArgumentParser:
 
 
 def print_run(run: Run) -> None:
-    """Print the tables and the newest episodes of a run."""
-    panels = [line for line in run.lines if line["agent"] != "evaluation" or "by_type" in line]
+    """Print the tables and the newest episodes of a run. Lines that lack what they need are left out."""
+    panels = [line for line in run.of("evaluation") if {"split", "by_type", *FOR_TABLE} <= line.keys()]
     for split, (start, end) in start_and_end(panels).items():
         print(f"success in % on {split}\n{panel_table({'start': start, 'end': end})}\n")
-    newest: list[dict] = []
+    newest: list[str] = []
     for _, episode in readable_lines(run.folder / "transcripts.jsonl", {}):
         if episode.get("agent") == "evaluation":
-            newest = [*newest[-1:], episode]
+            with contextlib.suppress(KeyError, TypeError):
+                newest = [*newest[-1:], transcript_text(episode)]
     if newest:
         print("the newest episodes of the panel:\n")
-    for episode in newest:
-        print(transcript_text(episode) + "\n")
+    for text in newest:
+        print(text + "\n")
+
+
+def draw_image(run: Run) -> None:
+    """Draw curves.png again. A log that lacks what it needs gets a warning."""
+    try:
+        draw_curves(run.lines, run.folder / "curves.png", run.title)
+    except (KeyError, TypeError, ValueError) as error:
+        print(f"warning: curves.png was not drawn: {error!r}", file=sys.stderr)
 
 
 def one_run(folder: Path, refresh: int = 0) -> bool:
@@ -77,6 +89,8 @@ def several_runs(folders: list[Path], page: Path, refresh: int = 0) -> tuple[dic
 
 def main(argv: list[str] | None = None) -> None:
     args = flags().parse_args(argv)
+    if not args.runs:
+        raise ValueError("give a run folder: python -m record.report runs/household-rspo-grpo-s0")
     if args.watch is not None and args.watch < 1:
         raise ValueError(f"--watch {args.watch}: must be 1 second or more")
     folders = list({Path(run).resolve(): Path(run) for run in args.runs}.values())
@@ -94,11 +108,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         ended = one_run(folders[0], refresh)
         run = read_run(folders[0])
+        draw_image(run)
         print_run(run)
-        try:
-            draw_curves(run.lines, run.folder / "curves.png", run.title)
-        except (KeyError, TypeError, ValueError) as error:
-            print(f"warning: curves.png was not drawn: {error!r}", file=sys.stderr)
     print(f"page: {page}")
     while refresh and not ended:
         time.sleep(refresh)
@@ -110,6 +121,8 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
+    except BrokenPipeError:  # the reader of what is printed has gone
+        os._exit(141)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -121,3 +121,8 @@ def points(lines: list[dict], x: str, y: str) -> tuple[list[float], list[float]]
     pairs = [(number(line.get(x)), number(line.get(y))) for line in lines]
     pairs = [pair for pair in pairs if None not in pair]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def counted(count: float, noun: str) -> str:
+    """Return a number with its noun: "1 update", "2,000 updates"."""
+    return f"{count:,.0f} {noun}" if count == 1 else f"{count:,.0f} {noun}s"

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from record.run_logs import Run, number
+from record.run_logs import Run, counted, number
 
 LARGE_CENTRE = 10.0  # as in record/recorder.py
 SAMPLER_GAP = 1e-2  # in fp32 the log-probs of sampler and trainer differ only by rounding
 LONG_SHARE = 0.05  # share of replies that reach their limit
-
-
-def counted(number: float, noun: str) -> str:
-    """Return a number with its noun: "1 update", "2,000 updates"."""
-    return f"{number:,.0f} {noun}" if number == 1 else f"{number:,.0f} {noun}s"
 
 
 def warnings_of(run: Run) -> list[str]:

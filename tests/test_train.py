@@ -177,6 +177,7 @@ def test_an_adapter_loads_with_peft_and_weighs_little(first_run, tmp_path):
 
     train.main(argv(tmp_path / "run", total_updates=1, **on(first_run, method="outcome", lora_rank=2)))
     assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "finished: 1 update of A" in (tmp_path / "run" / "report.html").read_text()
     start = AutoModelForCausalLM.from_pretrained(first_run / "start")
     model = PeftModel.from_pretrained(start, tmp_path / "run" / "policy")
     saved = checkpoint.read(checkpoint.listed(tmp_path / "run")[-1]).tensors["policy"]

@@ -740,6 +740,16 @@ def test_a_panel_is_played_at_the_end_of_the_loop_in_which_it_is_due(tmp_path):
     assert [line["update"] for line in lines if line["agent"] == "evaluation"] == [0, 4, 6, 8]
 
 
+def test_a_page_that_cannot_be_made_is_a_warning(tmp_path, capsys):
+    def broken(folder):
+        raise OSError("no space\nis left")
+
+    start(tmp_path / "run", 2, pieces=dataclasses.replace(TOY, write_page=broken))
+    command = f"python -m record.report {tmp_path / 'run'} makes it"
+    warning = f"warning: report.html was not made (OSError: no space); {command}\n"
+    assert warning in capsys.readouterr().out and (tmp_path / "run" / "summary.json").is_file()
+
+
 def test_an_empty_replay_buffer_is_reported(tmp_path, capsys):
     start(tmp_path, 2, "--method", "rspo_h")
     assert "update 1: the replay buffer is empty, so alpha is 0 for this update" in capsys.readouterr().out

@@ -102,6 +102,7 @@ def test_a_watched_page_is_written_until_the_run_has_ended(tmp_path, capsys, mon
 def test_bad_arguments_are_one_line(tmp_path):
     run = str(make_run(tmp_path / "run", [], []))
     for argv, words in (
+        ([], "give a run folder: python -m record.report runs/household-rspo-grpo-s0"),
         ([run, "--watch", "0"], "--watch 0: must be 1 second or more"),
         ([run, "--out", "x.html"], "--out x.html: the page of one run is RUN/report.html; leave it out"),
         (
