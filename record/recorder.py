@@ -124,6 +124,7 @@ class Recorder:
         self.args, self.folder, self.policy, self.world = args, folder, policy, world
         self.dense_reward, self.log, self.started = dense_reward, log, started
         self.bar: tqdm | None = None
+        self.phase = "training"  # the name that the bar shows
         self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
         self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose first update is in transcripts
         self.warned_of_centre = args.max_centre is not None  # such tokens are then left out
@@ -193,6 +194,7 @@ class Recorder:
 
     def name_phase(self, phase: str) -> None:
         """Show the name of a phase in the progress bar, at once if there is a terminal."""
+        self.phase = phase
         self.bar.set_description(phase, refresh=sys.stderr.isatty())
 
     def transcribe_update(self, line: dict, groups: list[Group]) -> None:
@@ -218,9 +220,9 @@ class Recorder:
 
     def evaluate(self, updates: int) -> None:
         """Play the panel of every split and log it. The progress bar says so meanwhile."""
-        before = self.bar.desc.removesuffix(": ") if self.bar else ""
+        before = self.phase
         for split in self.args.eval_splits:
-            if self.bar:
+            if self.bar is not None:
                 self.name_phase(f"loop {updates // self.args.k}, panel {split}")
             play = functools.partial(play_panel, self.args, self.world, self.policy, split)
             episodes, results = self.timed("eval", play)
@@ -232,7 +234,7 @@ class Recorder:
                 for episode in transcripts.of_panel(episodes):
                     self.transcribe(episode, "evaluation", updates, line["loop"], split=split)
             print_line(f"update {updates}: solves {line['success']:.1%} of {line['games']} games of {split}")
-        if self.bar:
+        if self.bar is not None:
             self.name_phase(before)
 
     def end_loop(self, updates: int, replay: ReplayBuffer) -> None:

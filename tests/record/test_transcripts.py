@@ -95,7 +95,8 @@ def test_a_loop_keeps_first_misjudged_and_replayed_episodes(tmp_path):
 def test_the_bar_names_the_panel_while_it_is_played(tmp_path, monkeypatch):
     args = Args(k=2, total_updates=4, eval_splits=("eval",))
     recorder = Recorder(args, tmp_path, SimpleNamespace(name="policy"), None, None, None, 0.0, {})
-    recorder.bar, names = progress_bar(4, "loop 3, B 1/2"), []
+    recorder.bar, names = progress_bar(4, "training"), []
+    recorder.name_phase("loop 3, B 1/2")
 
     def play(*_):
         names.append(recorder.bar.desc)
