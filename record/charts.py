@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 SMOOTH = 9  # values of a moving mean
+FEW = 3 * SMOOTH  # so few values are drawn as they are
 SIZE = (4.6, 2.7)  # inches; the page scales it
 COLOURS = {  # CSS variable of page.css: the colour that stands for it in the drawing
     "ink": "#010101",
@@ -118,7 +119,7 @@ def draw_curve(ax, curve: Curve) -> None:
     colour, dash = COLOURS[curve.colour], "--" if curve.dashed else "-"
     if curve.band:
         ax.fill_between(curve.x, *curve.band, color=colour, alpha=0.15, lw=0)
-    if curve.kind == "noisy" and len(curve.y) > SMOOTH:
+    if curve.kind == "noisy" and len(curve.y) > FEW:
         ax.plot(curve.x, curve.y, dash, color=colour, lw=0.7, alpha=0.35)
         ax.plot(curve.x, moving_mean(curve.y), dash, color=colour, lw=1.7)
     elif curve.kind == "thin":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flags import OF_THE_MACHINE
-from record.charts import COLOURS, SMOOTH, Chart, Curve, draw, moving_mean
+from record.charts import COLOURS, FEW, SMOOTH, Chart, Curve, draw, moving_mean
 from record.metrics import types_of
 from record.page import percent, status_of
 from record.run_charts import axis_of
@@ -202,9 +202,9 @@ def charts_of(groups: list[Group], splits: list[str]) -> list[Chart]:
 
 
 def training(run: Run, agent: str, x: str, key: str) -> tuple[list[float], list[float]]:
-    """Return a smoothed curve of the log."""
+    """Return a curve of the log, smoothed if it has more than a few values."""
     xs, ys = points(run.of(agent), axis_of(agent, x), key)
-    return xs, moving_mean(ys)
+    return xs, moving_mean(ys) if len(ys) > FEW else ys
 
 
 def drawn(groups: list[Group], curves: list[list[tuple[list, list]]], marks: bool = False) -> list[Curve]:
