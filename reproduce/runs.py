@@ -170,7 +170,7 @@ def make_folder(run: Run) -> None:
         return
     shared = [run.source.folder / name for name in ("start", "reward_model")] if run.source else []
     for made in shared:
-        if made.is_dir() and (made.name == "start" or run.args.uses_dense_reward):
+        if made.is_dir() and (made.name == "start" or run.args.dense_kind == "step_model"):
             checkpoint.write_folder(run.folder / made.name, lambda to, made=made: link_files(made, to))
     checkpoint.write_text(run.folder / "config.json", config_text(run.args))
 
