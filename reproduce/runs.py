@@ -152,6 +152,9 @@ def check_same(run: Run) -> None:
     if not path.is_file():
         return
     present, wanted = json.loads(path.read_text()), json.loads(config_text(run.args))
+    if wanted.keys() - present.keys():  # an older version wrote it: these flags had their defaults
+        defaults = config_text(read_quietly(["--config", str(path)]))
+        present = json.loads(defaults) | present
     free = WHEN_RESUMED.replace("--", "").split()
     changes = []
     for name in sorted(present.keys() | wanted.keys()):
