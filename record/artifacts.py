@@ -240,6 +240,7 @@ def make_dense_reward(args: Args, policy) -> DenseReward:
     pi_prm of the implicit reward starts as the starting model, like `policy`, and has A's settings except for
     its learning rate.
     """
+    print_line(f"dense reward: {args.dense_reward}")
     if args.dense_reward == "shaped":
         return ShapedReward()
     if args.dense_reward == "novelty":

@@ -39,8 +39,8 @@ def warn_of_crashes(episodes: list[Trajectory], kind: str) -> None:
         print_line(f"warning: in {crashed:,} of {len(episodes):,} {kind} the environment crashed")
 
 
-COEFFICIENTS = """reward_scale invalid_penalty reward_noise kl_coef entropy_coef gigpo_omega clip_eps
-    value_clip max_grad_norm critic_learning_rate"""
+COEFFICIENTS = """reward_scale invalid_penalty reward_noise implicit_beta kl_coef entropy_coef gigpo_omega
+    clip_eps value_clip max_grad_norm critic_learning_rate"""
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ class Recorder:
 
     def learn(self, groups: list[Group]) -> dict[str, float]:
         """Train the implicit reward (`ImplicitReward.learn`)."""
-        return self.timed("reward_update", lambda: self.dense_reward.learn(groups))
+        return self.timed("learn", lambda: self.dense_reward.learn(groups))
 
     def write(self, agent: str, updates: int, loop: int, values: dict) -> dict:
         """Log one line and return it."""
