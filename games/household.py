@@ -205,9 +205,9 @@ class Room:
     def progress(self) -> float:
         """Return the share of the task's subgoals that are reached, in [0, 1]. It is 1 exactly after a win.
 
-        Look: the object is held; the lamp is on; both hold beside the lamp. Other types, for each object that
-        the task needs: it has the demanded state, if there is one; it is held or delivered; it is delivered,
-        that is, in the target with the demanded state.
+        Look: the object is held; the lamp is on; the object is held beside the lit lamp. Other types, for
+        each object that the task needs: it has the demanded state, if there is one; it is held or delivered;
+        it is delivered, that is, in the target with the demanded state.
         """
         if self.game.task_type == "Look":
             reached = [self.held == f"{self.game.thing} 1", self.lamp_is_on, self.won]
