@@ -39,7 +39,17 @@ QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episo
 
 # A run of a tiny model: one core, and 45 updates of published RSPO (6,720 episodes on Household)
 TINY_RUN = ["--threads", "1", "--ranks", "1", "--total_updates", "45"]
-SET_BY_ARMS = ["method", "algo", "seed", "eval_every", "resume", "resume_from", "eval_only", "plan"]
+SET_BY_ARMS = [
+    "method",
+    "algo",
+    "dense_reward",
+    "seed",
+    "eval_every",
+    "resume",
+    "resume_from",
+    "eval_only",
+    "plan",
+]
 
 
 def parser() -> argparse.ArgumentParser:

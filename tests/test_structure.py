@@ -26,6 +26,9 @@ ORDER = [
     "games.alfworld_player",
     "games.alfworld_files",
     "envs",
+    "dense.scores",
+    "dense.novelty",
+    "dense.shaped",
     "chat",
     "record.model_checks",
     "model",
@@ -35,6 +38,7 @@ ORDER = [
     "scale.pool",
     "rollout",
     "record.reward_fit",
+    "dense.implicit",
     "reward_model",
     "record.reward_model_files",
     "record.command_line",
@@ -78,7 +82,7 @@ ORDER = [
     "reproduce.figure",
     "reproduce.__main__",
 ]
-FOLDERS = ["games", "scale", "demo", "record", "bench", "reproduce"]
+FOLDERS = ["games", "dense", "scale", "demo", "record", "bench", "reproduce"]
 METHOD = ["losses", "config", "buffer", "batch", "rspo", "reward_model", "chat", "model", "policy", "sampler"]
 HEAVY = {
     "transformers",
@@ -96,6 +100,9 @@ LIGHT = [
     "scale.launch",
     "buffer",
     "envs",
+    "dense.scores",
+    "dense.novelty",
+    "dense.shaped",
     "chat",
     "record.model_checks",
     "record.command_line",
