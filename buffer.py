@@ -254,10 +254,7 @@ class ReplayBuffer:
         self._entries = [entry for entry in self._entries if entry.group in newest]
 
     def ages(self, drawn: list[Trajectory], update: int) -> list[int]:
-        """Return the age of each drawn episode: the number of A's updates since it was played.
-
-        update: the number of A's updates so far.
-        """
+        """Return A's updates since each drawn episode was played. update: A's updates so far."""
         played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
         return [update - played[id(episode)] for episode in drawn]
 

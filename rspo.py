@@ -254,18 +254,15 @@ def centre_metrics(rows: list[Row]) -> dict[str, float]:
 
 
 def set_ratios(rows: list[Row]) -> None:
-    """Set log c and log r of every replayed step, as means over its (counted) tokens. No loss reads them.
-
-    A rank knows log r of the rows that it trained on, so the ranks add up theirs.
-    """
-    spans = [(row, span) for row in rows for span in row.spans]
+    """Set log c and log r of every replayed step, as means over its tokens. No loss reads them."""
+    spans = [(row, *span) for row in rows for span in row.spans]
     found = torch.zeros(len(spans), 2)  # (sum of log r, number of ranks that trained on the row)
-    for i, (row, (_, start, end)) in enumerate(spans):
+    for i, (row, _, start, end) in enumerate(spans):
         if row.new_logprobs is not None:
             found[i, 0] = (row.new_logprobs - row.behavior_logprobs)[start:end].nanmean()
             found[i, 1] = 1
     distributed.sum_tensor(found)
-    for (row, (index, start, end)), (total, ranks) in zip(spans, found.tolist(), strict=True):
+    for (row, index, start, end), (total, ranks) in zip(spans, found.tolist(), strict=True):
         step = row.trajectory.steps[index]
         step.log_centre = (row.old_logprobs - row.behavior_logprobs)[start:end].mean().item()
         step.log_ratio = total / ranks if ranks and total == total else None  # NaN: no token is counted
