@@ -36,7 +36,7 @@ class Place:
     update: int
     success: bool
     stage: int = 0  # index in STAGES
-    gap: float | None = None  # abs(dense reward - outcome)
+    misjudged: float | None = None  # dense reward of an unsolved episode; minus that of a solved one
 
 
 def episodes_of(run: Run, limit: int = PAGE_BYTES) -> list[dict]:
@@ -66,9 +66,9 @@ def places_of(run: Run) -> list[Place]:
             run.damaged["transcripts.jsonl"] += 1
             continue
         dense = dense_reward_of(episode)
-        gap = None if dense is None else abs(dense - outcome)
         success = bool(episode.get("success"))
-        places.append(Place(offset, episode["agent"], update, success, gap=gap))
+        misjudged = None if dense is None else (-dense if success else dense)
+        places.append(Place(offset, episode["agent"], update, success, misjudged=misjudged))
     last = max((place.update for place in places), default=0)
     for place in places:
         place.stage = min(2, int(3 * place.update / max(last, 1)))
@@ -79,8 +79,8 @@ def ranking(places: list[Place]) -> list[Place]:
     """Order the places by importance: what comes late is left out if the page is full.
 
     In turns, every agent gives a solved and an unsolved episode of each stage. Of B's episodes, those come
-    first whose dense reward and outcome differ most. Of the others, those come first that are nearest to
-    the start, the middle or the end of the run.
+    first whose dense reward and outcome disagree most: solved with a low reward, not solved with a high one.
+    Of the others, those come first that are nearest to the start, the middle or the end of the run.
     """
     last = max((place.update for place in places), default=0)
     piles: dict[tuple, list[Place]] = {}
@@ -92,7 +92,7 @@ def ranking(places: list[Place]) -> list[Place]:
         middle_of_stage = (0, last / 2, last)[pile[1]]
 
         def rank(place: Place, target: float = middle_of_stage) -> tuple:
-            return (-(place.gap or 0.0), abs(place.update - target), place.offset)
+            return (-(place.misjudged or 0.0), abs(place.update - target), place.offset)
 
         members.sort(key=rank)
         ranked += [(turn, pile, place) for turn, place in enumerate(members)]
@@ -109,7 +109,7 @@ def for_page(episode: dict, place: Place) -> dict:
     about = {name: episode.get(name) for name in ("agent", "update", "loop", "split", "age", "task")}
     about |= {name: episode.get(name) for name in ("task_id", "task_type", "outcome", "stop_reason")}
     about |= {"success": place.success, "stage": STAGES[place.stage], "turns": episode.get("turns")}
-    about |= {"turns": about["turns"] or len(episode["steps"]), "dense": dense, "gap": place.gap}
+    about |= {"turns": about["turns"] or len(episode["steps"]), "dense": dense, "misjudged": place.misjudged}
     steps = [step_for_page(step) for step in episode["steps"]]
     return {**tidy(about), "steps": steps}
 

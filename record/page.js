@@ -6,8 +6,8 @@ const columns = { solved: document.getElementById("solved"), failed: document.ge
 const agents = [...document.querySelectorAll("[data-agent]")].map((button) => button.dataset.agent);
 const keysOfStages = { s: "start", m: "middle", e: "end", w: "" };
 const explanations = {
-  explorer: "B learns from dense rewards. Its episodes come first where the dense reward and the outcome differ " +
-    "most: solved with a low dense reward, not solved with a high one. B's advantages come from dense rewards.",
+  explorer: "B learns from dense rewards. Its episodes come first where the dense reward and the outcome " +
+    "disagree most: solved with a low dense reward, not solved with a high one. B's advantages come from dense rewards.",
   buffer: "B plays these into the replay buffer after its last update. They count by their outcome, which their " +
     "advantages come from. They have no dense scores.",
   policy: "A's own episodes, which count by their outcome.",
@@ -16,7 +16,7 @@ const explanations = {
   evaluation: "Held-out games of the panel.",
 };
 const largestScore = Math.max(1e-9, ...episodes.flatMap((e) => e.steps.map((s) => Math.abs(s.dense_score || 0))));
-const state = { agent: agents[0], stage: "", type: "", order: "gap", find: "", solved: 0, failed: 0 };
+const state = { agent: agents[0], stage: "", type: "", order: "misjudged", find: "", solved: 0, failed: 0 };
 let lists = { solved: [], failed: [] };
 
 // The state is kept behind the # of the address, so that a page that is read again shows the same.
@@ -46,7 +46,7 @@ function matches(episode) {
 
 function choose() {
   const found = episodes.filter(matches);
-  if (state.order === "gap") found.sort((x, y) => (y.gap || 0) - (x.gap || 0) || x.update - y.update);
+  if (state.order === "misjudged") found.sort((x, y) => (y.misjudged || 0) - (x.misjudged || 0) || x.update - y.update);
   else found.sort((x, y) => x.update - y.update);
   lists = { solved: found.filter((e) => e.success), failed: found.filter((e) => !e.success) };
 }
@@ -67,7 +67,6 @@ function chipsOf(episode) {
   const texts = [[`update ${episode.update}${loop}`], [episode.task_type], [episode.split], [episode.task_id]];
   texts.push([`${episode.turns} turns, ${episode.stop_reason}`], [`outcome ${episode.outcome}`, true]);
   if (episode.dense !== undefined) texts.push([`dense reward ${signed(episode.dense)}`, true]);
-  if (episode.gap !== undefined) texts.push([`disagreement ${episode.gap.toFixed(2)}`, true]);
   const advantages = [...new Set(episode.steps.map((step) => step.advantage))];
   if (advantages.length === 1 && advantages[0] !== undefined) {
     texts.push([`advantage ${signed(advantages[0])}`, true]);
@@ -149,7 +148,7 @@ function show() {
   }
   document.getElementById("type").value = state.type;
   document.getElementById("order").value = state.order;
-  document.getElementById("order").hidden = !episodes.some((e) => e.agent === state.agent && e.gap !== undefined);
+  document.getElementById("order").hidden = !episodes.some((e) => e.agent === state.agent && e.misjudged !== undefined);
   document.getElementById("find").value = state.find;
   document.getElementById("explanation").textContent = explanations[state.agent] || "";
   showColumn("solved");
@@ -191,7 +190,7 @@ document.addEventListener("keydown", (event) => {
   else if (key === "k") move(["solved"], -1);
   else if (key === "n") move(["failed"], 1);
   else if (key === "p") move(["failed"], -1);
-  else if (key === "d") set("order", state.order === "gap" ? "update" : "gap");
+  else if (key === "d") set("order", state.order === "misjudged" ? "update" : "misjudged");
   else if (key in keysOfStages) set("stage", keysOfStages[key]);
   else if (key >= "1" && key <= String(agents.length)) set("agent", agents[Number(key) - 1]);
   else if (key === "/") document.getElementById("find").focus();

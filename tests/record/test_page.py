@@ -147,8 +147,8 @@ def test_the_viewer_has_the_episodes_with_their_numbers(tmp_path):
     assert len(found) == 12
     explored, replayed = found[3], found[9]
     assert (explored["agent"], explored["success"], explored["stage"]) == ("explorer", False, "start")
-    assert (explored["dense"], explored["gap"]) == (0.4, 0.4)  # the outcome is 0
-    assert found[0]["gap"] == 0.6  # 2 * 0.8 - 1
+    assert (explored["dense"], explored["misjudged"]) == (0.4, 0.4)
+    assert (found[0]["dense"], found[0]["misjudged"]) == (1.6, -1.6)  # solved
     assert (replayed["age"], replayed["stage"]) == (1, "middle")
     step = {"observation": "room 0", "action": "go 0", "valid": True, "advantage": 1.5}
     assert replayed["steps"][0] == {**step, "centre": 1.0, "ratio": 2.0}  # exp(0), exp(log 2)
@@ -164,11 +164,11 @@ def test_important_episodes_come_first(tmp_path):
         ("explorer", 2, True),
         ("explorer", 2, False),
     ]
-    gaps = [place.gap for place in ranked if place.agent == "explorer"]
-    # solved: 0.6 = |1.6 - 1| and |0.4 - 1|, unsolved: 1.6 and 0.4; the first turn takes the larger ones
-    assert gaps == pytest.approx([0.6, 1.6, 0.6, 1.6, 0.6, 0.4, 0.6, 0.4])
+    dense = [abs(place.misjudged) for place in ranked if place.agent == "explorer"]
+    # the first turn takes solved ones with 0.4 and unsolved ones with 1.6, the second turn the others
+    assert dense == pytest.approx([0.4, 1.6, 0.4, 1.6, 1.6, 0.4, 1.6, 0.4])
     (first,) = episodes_of(run, limit=600)
-    assert (first["agent"], first["gap"]) == ("explorer", 0.6)
+    assert (first["agent"], first["dense"]) == ("explorer", 0.4)
 
 
 @pytest.mark.slow
