@@ -213,6 +213,7 @@ class Args(Config):
 SECTIONS = {  # the sections of --help, each by the name of its first flag
     "method": "the method, with the paper's symbols",
     "gigpo_gamma": "GiGPO and PPO",
+    "spear_weight": "SPEAR",
     "epochs": "optimisation",
     "model": "model",
     "env": "environment",

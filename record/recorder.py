@@ -122,7 +122,8 @@ class Recorder:
         self.bar: tqdm | None = None
         self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
         self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose transcripts are written
-        self.warned_of_centre = args.max_centre is not None  # such tokens are then left out
+        # Such tokens are left out with --max_centre, and clipped with SPEAR
+        self.warned_of_centre = args.max_centre is not None or args.method == "spear"
 
     def timed(self, phase: str, call: Callable):
         """Return call() and add its time to the next line's seconds_<phase>."""
