@@ -189,7 +189,7 @@ def train(
 
     The arguments are those of rspo.train. A loop is k updates. `dense_reward` is not used.
     """
-    config = dataclasses.replace(config, clip_centre="one")
+    config = dataclasses.replace(config, clip_centre="one", max_centre=None)
     if replay is None:
         replay = TurnBuffer(config)
     for done in range(start, config.total_updates, config.k):
