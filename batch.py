@@ -220,12 +220,12 @@ def micro_batches(
         prompt = row.spans[0][1]
         mostly_prompt = 2 * prompt >= len(row.input_ids)  # other rows differ too much in length
         families.setdefault(tuple(row.input_ids[:prompt]) if mostly_prompt else place, []).append(row)
-    batch: list[Row] = []
+    batch, width = [], 0
     for row in itertools.chain(*families.values()):
-        width = max(len(row.input_ids) for row in [*batch, row])
+        width = max(width, len(row.input_ids))
         if batch and (len(batch) + 1) * width > tokens:
             yield pad_rows(batch, pad_id, device)
-            batch = []
+            batch, width = [], len(row.input_ids)
         batch.append(row)
     if batch:
         yield pad_rows(batch, pad_id, device)

@@ -41,7 +41,8 @@ class Step:
     action: str  # sent to the environment; "" if the reply was invalid
     valid: bool  # the reply contained exactly one well-formed action
     truncated: bool = False  # the reply reached the token limit before it ended
-    dense_score: float | None = None  # from the step reward model (Eq. 5)
+    dense_score: float | None = None  # set by the dense reward (Eq. 5)
+    progress_gain: float | None = None  # progress in this turn, if recorded (dense/shaped.py)
     behavior_logprobs: list[float] | None = None  # log pi_B of the action tokens, from the trainer's pass
     advantage: float | None = None  # computed inside the episode's whole group
 

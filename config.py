@@ -85,6 +85,8 @@ RANGES = {  # (lowest, highest) value of every number, here and in flags.Args
     "reward_model_episodes": (2, 10**6),
     "reward_model_epochs": (1, 1000),
     "reward_model_lr": LEARNING_RATE,
+    "implicit_beta": (0.0001, 1000),
+    "implicit_lr": LEARNING_RATE,
     "gpu_memory_gb": (0.1, 10**6),
     "keep_checkpoints": COUNT,
     "threads": (1, 1024),
@@ -152,6 +154,11 @@ class Config:
     """beta: weight of the k3 estimate of KL(pi || pi_ref). 0 skips the reference model."""
     entropy_coef: float = 0.001
     """Weight of the entropy bonus."""
+    dense_reward: Literal["step_model", "shaped", "implicit", "novelty"] = "step_model"
+    """Score of a turn for agents trained on dense rewards. step_model: of the fitted step reward model, as in
+    the paper. shaped: the gain of the environment's own progress, an oracle (not alfworld). implicit: the
+    log-ratio of a policy, trained on the outcomes of A's episodes, to the starting model. novelty: 1 if the
+    turn leads to an observation that is new in the episode, else 0."""
     reward_scale: float = 10.0
     """R = reward_scale * reward - invalid_penalty * (number of invalid replies): the return of an episode."""
     invalid_penalty: float = 0.1
@@ -311,8 +318,13 @@ class Config:
 
     @property
     def uses_dense_reward(self) -> bool:
-        """Return True if an agent is trained on the scores of the step reward model."""
+        """Return True if an agent is trained on dense rewards."""
         return self.method in ("rspo", "dense")
+
+    @property
+    def dense_kind(self) -> str | None:
+        """Return `dense_reward` if an agent is trained on dense rewards, else None."""
+        return self.dense_reward if self.uses_dense_reward else None
 
     @property
     def episodes_per_task(self) -> int:
@@ -360,10 +372,10 @@ class Config:
 # --- presets ----------------------------------------------------------------------------------------------
 
 TINY_MODEL = """--style short --lora_rank 0 --dtype float32 --adam_beta2 0.99 --critic_learning_rate 1e-3
-    --threads 1 --reward_model_lr 1e-3"""
+    --threads 1 --reward_model_lr 1e-3 --implicit_lr 1e-3"""
 
 LANGUAGE_MODEL = """--style think --lora_rank 64 --dtype bfloat16 --adam_beta2 0.999 --learning_rate 3e-6
-    --critic_learning_rate 1e-5 --reward_model_lr 1e-5 --warm_start 0
+    --critic_learning_rate 1e-5 --reward_model_lr 1e-5 --implicit_lr 6e-6 --warm_start 0
     --history 2 --max_prompt_tokens 2048 --max_new_tokens 512"""
 
 TINY = {  # with these the tiny model can act at the start, but has much to learn

@@ -46,6 +46,7 @@ class View:
     outcome: float = 0.0  # in [0, 1]
     success: bool = False  # the environment's verdict
     brief: str = ""  # a shorter observation for the short style; "" if the observation is short already
+    progress: float | None = None  # `Env.progress` of this state, if recorded (dense/shaped.py); in no prompt
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Env(Protocol):
         The seed draws one of the goals that the game allows. Once it is reached, the action looks around.
         """
 
+    def progress(self) -> float:
+        """Return how much of the task is done, in [0, 1], from hidden state too. This method is optional."""
+
 
 def one_line(text: str) -> str:
     """Replace each run of whitespace by one blank, and strip the ends."""
@@ -135,6 +139,10 @@ class Household:
         """Return a good action for the drawn goal (`household.draw_goal`). Look around once it is reached."""
         room = self._room.pursuing(household.draw_goal(self._room.game, seed))
         return self.look_around if room.won else room.advice(room.searched)
+
+    def progress(self) -> float:
+        """Return the share of the task's subgoals that are reached (`household.Room.progress`)."""
+        return self._room.progress()
 
     def _show(self, observation: str) -> View:
         room = self._room
@@ -313,6 +321,10 @@ class WebShop:
     def searching_expert(self) -> str:
         """Return the action of the scripted customer."""
         return webshop_player.advice(self._session.page)
+
+    def progress(self) -> float:
+        """Return the score of a purchase; before it, half of what the open product would score, else 0."""
+        return self._session.progress()
 
     @property
     def look_around(self) -> str:

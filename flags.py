@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from config import LANGUAGE_MODEL, OLD_NAMES, PRESETS, TINY, TINY_MODEL, Config
+from dense.shaped import make_with_progress
 from envs import Env, env_class, make_env
 from record import checks
 from record.checks import has_expert, has_other_goals, native_bf16
@@ -158,6 +159,12 @@ class Args(Config):
     reward_model_lr: float | None = None
     """Peak learning rate of the fit. Default: tiny 1e-3, else 1e-5"""
 
+    # implicit reward
+    implicit_beta: float = 0.05
+    """beta: a turn's score is beta * log(pi_prm / pi_ref) of its reply."""
+    implicit_lr: float | None = None
+    """Learning rate of pi_prm's AdamW, constant. Default: tiny 1e-3, LoRA 6e-6, full weights 1e-6"""
+
     # the run
     out: str | None = None
     """Run folder. Default: runs/<env>-<method>-<algo>-s<seed>-<time>"""
@@ -221,6 +228,7 @@ SECTIONS = {  # the sections of --help, each by the name of its first flag
     "eval_splits": "evaluation",
     "warm_start": "warm start, not part of RSPO",
     "reward_model": "step reward model",
+    "implicit_beta": "implicit reward",
     "out": "the run",
 }
 
@@ -357,7 +365,7 @@ def resolve(args: Args, env: Env | type[Env]) -> Args:
     given = {name: value for name, value in vars(args).items() if value is not None}
     rank, dtype = (defaults | given)["lora_rank"], (defaults | given)["dtype"]
     if args.model != "tiny" and rank == 0:
-        defaults["learning_rate"] = 1e-6
+        defaults |= {"learning_rate": 1e-6, "implicit_lr": 1e-6}
     if args.context == "full":
         defaults["max_prompt_tokens"] *= 4
         defaults["warm_start"] = defaults["warm_start"] * 8 // 3
@@ -395,7 +403,10 @@ def env_maker(args: Args) -> Callable[[], Env]:
         options = {"data": args.alfworld_data}
     if args.env == "webshop":
         options = {name: getattr(args, f"webshop_{name}") for name in ("data", "goals", "reward", "products")}
-    return functools.partial(make_env, args.env, **options)
+    maker = functools.partial(make_env, args.env, **options)
+    if args.dense_kind == "shaped" and not args.eval_only:
+        return functools.partial(make_with_progress, maker)
+    return maker
 
 
 def environment(args: Args) -> Env | type[Env]:

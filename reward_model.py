@@ -1,4 +1,4 @@
-"""Dense rewards: the step reward model (RSPO Eq. 5-7; SPA-RL, arXiv 2505.20732).
+"""The dense reward of the paper: the step reward model (RSPO Eq. 5-7; SPA-RL, arXiv 2505.20732).
 
     r_t  = tanh(MLP(h_t)), in (-1, 1); h_t: the last hidden state at the last token of action t       (Eq. 5)
     R    = sum_t r_t                                                                                  (Eq. 6)
@@ -43,7 +43,7 @@ INVALID_REPLY = "invalid reply"  # stands in place of an action in the texts
 
 
 class DenseReward(Protocol):
-    """The interface of a dense reward. `rspo.train` needs only this method."""
+    """The interface of a dense reward: `score`. `rspo.train` also calls `learn` of the implicit reward."""
 
     def score(self, groups: list[Group], noise: float = 0.0, rng: random.Random | None = None) -> None:
         """Set `dense_score` of every step of every usable episode. noise: std of noise drawn from `rng`."""

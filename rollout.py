@@ -56,6 +56,8 @@ class Episode:
         if view is None:
             self.stop_reason = StopReason.CRASHED
             return
+        if self.steps and view.progress is not None:
+            self.steps[-1].progress_gain = view.progress - self.view.progress
         self.view = view
         if view.done:
             self.stop_reason = StopReason.FINISHED

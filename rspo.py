@@ -352,7 +352,8 @@ def train(
 
     policy         agent A; policy.fork(name) returns a copy, agent B
     world          world.collect(agent, tasks) plays tasks and returns groups of episodes
-    dense_reward   dense_reward.score(groups, noise, rng) sets the dense score of every step
+    dense_reward   dense_reward.score(groups, noise, rng) sets the dense score of every step;
+                   dense_reward.learn(groups) trains the implicit reward after each update of A
     log            called with ("explorer", "buffer" or "policy", groups, metrics, A's updates so far)
                    after every update and after B has played tasks for the buffer
     end_loop       called with (A's updates so far, replay buffer) after every loop
@@ -408,6 +409,8 @@ def train(
             replayed = replay.sample(config.off_policy_episodes)
             metrics = learn(policy, groups, replayed, config.policy_reward, number)
             metrics |= replay.draw_metrics(replayed, number)
+            if config.dense_kind == "implicit":
+                metrics |= dense_reward.learn(groups)
             log("policy", groups, metrics, number + 1)
             if "history" in sources:  # RSPO_H: A replays its own earlier groups
                 fill_buffer(groups, number)

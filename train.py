@@ -31,6 +31,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -75,6 +76,8 @@ elif __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports brings no traceback
 
 import torch
 
@@ -89,6 +92,7 @@ from record import identity, report
 from record.artifacts import (
     device_of,
     load_start,
+    make_dense_reward,
     make_once,
     make_reward_model,
     make_start,
@@ -257,7 +261,7 @@ def run(args: Args, newest: Path | None, argv: list[str], pieces: Pieces = PIECE
     check_start(args, base, world)
     if saved and saved.state["games"] != world.pool.env.fingerprint:
         raise UsageError(f"--env {args.env}: {OTHER_GAMES}; give the data that the run began with")
-    named = pieces.load_reward_model(args, base) if args.uses_dense_reward else None
+    named = pieces.load_reward_model(args, base) if args.dense_kind == "step_model" else None
     if saved and named:
         identity.check(args, saved, pieces.of_reward_model(named))
     folder = distributed.on_rank_0(lambda: make_run_folder(args))
@@ -302,9 +306,11 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     parts = pieces.of_base(base)
     policy = pieces.make_policy(args, base)
     dense_reward = None
-    if args.uses_dense_reward:
+    if args.dense_kind == "step_model":
         dense_reward = pieces.make_reward_model(args, folder, base, policy, world, demonstrate, named)
         parts |= pieces.of_reward_model(dense_reward)
+    elif args.dense_kind:
+        dense_reward = make_dense_reward(args, policy)
     demonstrate.cache_clear()
     identity.check(args, saved, parts)
     algorithm, replay = rspo.train, ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
@@ -312,7 +318,9 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
         algorithm, replay = spear.train, spear.TurnBuffer(args)
     if saved:
         with usage_error(f"--out {folder}: "):
-            policy.load_state_dicts(saved.tensors)
+            policy.load_state_dicts(saved.of_agents)
+            if args.dense_kind == "implicit":
+                dense_reward.agent.load_state_dict(saved.tensors["implicit"])
         world.load_state_dict(state["world"])
         replay.load_state_dict(state["replay"])
     if log and args.tensorboard:
@@ -360,7 +368,7 @@ def evaluate_only(args: Args, newest: Path | None, argv: list[str]) -> None:
     with contextlib.closing(make_world(args, base.chat, args.seed)) as world:
         if saved:
             with usage_error(f"--out {folder}: "):
-                policy.load_state_dicts(saved.tensors)
+                policy.load_state_dicts(saved.of_agents)
             if saved.state["games"] != world.pool.env.fingerprint:
                 print_line(f"warning: {OTHER_GAMES}")
         for split in args.eval_splits:
@@ -415,4 +423,6 @@ def main(argv: list[str] | None = None, checked=None, pieces: Pieces = PIECES) -
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main(checked=CHECKED)

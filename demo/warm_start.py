@@ -154,10 +154,12 @@ def warm_start(
     for update in range(updates):
         optimizer.param_groups[0]["lr"] = learning_rate * rise_and_fall(update, updates)
         chosen: list[Row] = []
-        while sum(len(row.spans) for row in chosen) < turns_per_update:
+        turns = 0
+        while turns < turns_per_update:
             if not unseen:
                 unseen = rng.sample(rows, len(rows))
             chosen.append(unseen.pop())
+            turns += len(chosen[-1].spans)
         count, total = sum(row.action_tokens for row in chosen), 0.0
         local = [chosen[i] for i in distributed.local_share([len(row.input_ids) for row in chosen])]
         for batch in micro_batches(local, tokens_per_micro_batch, base.chat.pad_id, base.device):

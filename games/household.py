@@ -202,6 +202,25 @@ class Room:
         done = [name for name in self.contents[self.game.target] if self._sought(name) and self._ready(name)]
         return len(done) >= (2 if self.game.task_type == "Pick2" else 1)
 
+    def progress(self) -> float:
+        """Return the share of the task's subgoals that are reached, in [0, 1]. It is 1 exactly after a win.
+
+        Look: the object is held; the lamp is on; the object is held beside the lit lamp. Other types, for
+        each object that the task needs: it has the demanded state, if there is one; it is held or delivered;
+        it is delivered, that is, in the target with the demanded state.
+        """
+        if self.game.task_type == "Look":
+            reached = [self.held == f"{self.game.thing} 1", self.lamp_is_on, self.won]
+            return sum(reached) / len(reached)
+        reached = []
+        for name in self.states:
+            if self._sought(name):
+                delivered = name in self.contents[self.game.target] and self._ready(name)
+                reached += [self.held == name or delivered, delivered]
+                if self.game.task_type.lower() in STATE:
+                    reached.append(self._ready(name))
+        return sum(reached) / len(reached)
+
     def _sought(self, name: str) -> bool:
         return name.startswith(f"{self.game.thing} ")
 

@@ -612,6 +612,18 @@ class Session:
                 self.page = self._clicked(argument)
         return Turn(self.page, score.reward if score else 0.0, score is not None, score)
 
+    def progress(self) -> float:
+        """Return the score of the purchase. Before it, return half of the score that it would have now.
+
+        That is half of the score of the open product with the chosen options, and 0 while none is open.
+        """
+        page = self.page
+        if page.kind == "done":
+            return page.reward
+        if page.product is None:
+            return 0.0
+        return self.shop.judge(page.product, page.options, self.goal).reward / 2
+
     def _results(self, query: str, number: int) -> Page:
         """Return a page of results."""
         page = self.page

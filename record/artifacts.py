@@ -8,6 +8,7 @@ is not made again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -22,15 +23,19 @@ from buffer import Trajectory
 from chat import Chat
 from demo.tiny_model import check_actions, silent_words_of, tiny_base
 from demo.warm_start import warm_start
+from dense.implicit import ImplicitReward
+from dense.novelty import NoveltyReward
+from dense.shaped import ShapedReward
 from flags import Args, UsageError, env_maker
 from model import Base, load_base
+from policy import Policy
 from record import checkpoint
 from record.checkpoint import Checkpoint
 from record.metrics import mean
 from record.model_checks import rendering_gap
 from record.recorder import advance, print_line, progress_bar, warn_of_crashes
 from record.reward_model_files import load_reward_model, save_reward_model
-from reward_model import StepRewardModel
+from reward_model import DenseReward, StepRewardModel
 from rollout import World
 from scale import distributed
 
@@ -68,12 +73,17 @@ def make_once(
 
 
 def read_checkpoint(args: Args, newest: Path) -> Checkpoint:
-    """Read the checkpoint that the run continues from. Raises UsageError if it lacks a critic (PPO)."""
+    """Read the checkpoint that the run continues from.
+
+    Raises UsageError if it lacks a critic (PPO) or the weights of the implicit reward.
+    """
     with usage_error(f"--out {args.out}: "):
         saved = checkpoint.read(newest)
     needed = ["critic"] if args.algo == "ppo" else []
     if needed and args.explores:
         needed.append("explorer_critic")
+    if args.dense_kind == "implicit" and not args.eval_only:
+        needed.append("implicit")
     for name in needed:
         if name not in saved.tensors:
             why = f"{newest.name} has no {name}.safetensors; start a new run"
@@ -219,6 +229,24 @@ def warm_start_base(args: Args, base, episodes: list[Trajectory]) -> None:
         )
     solved = mean([episode.success for episode in episodes])
     print_line(f"warm start: done, loss {losses[-1]:.3f}; {solved:.1%} of its demonstrations were solved")
+
+
+# --- dense rewards ------------------------------------------------------------------------------------------
+
+
+def make_dense_reward(args: Args, policy) -> DenseReward:
+    """Return the dense reward of --dense_reward, if it is not the step reward model. `policy` is agent A.
+
+    pi_prm of the implicit reward starts as the starting model, like `policy`, and has A's settings except for
+    its learning rate.
+    """
+    print_line(f"dense reward: {args.dense_reward}")
+    if args.dense_reward == "shaped":
+        return ShapedReward()
+    if args.dense_reward == "novelty":
+        return NoveltyReward()
+    settings = dataclasses.replace(policy.settings, learning_rate=args.implicit_lr, critic_learning_rate=None)
+    return ImplicitReward(Policy(policy.base, "implicit", **vars(settings)), args.implicit_beta, args)
 
 
 # --- the step reward model ----------------------------------------------------------------------------------

@@ -46,8 +46,13 @@ CHANGE_IT = "change its permissions, or work on a copy"
 class Checkpoint:
     """The content of a checkpoint."""
 
-    tensors: dict[str, dict[str, Tensor]]  # by file: "policy", "critic", "explorer_critic"
+    tensors: dict[str, dict[str, Tensor]]  # by file: "policy", "critic", "explorer_critic", "implicit"
     state: dict  # JSON; its "updates" are A's updates so far
+
+    @property
+    def of_agents(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of A and of the critics: all but those of the implicit reward."""
+        return {name: tensors for name, tensors in self.tensors.items() if name != "implicit"}
 
 
 # --- safe writing -------------------------------------------------------------------------------------------

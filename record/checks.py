@@ -30,6 +30,11 @@ def has_other_goals(env: Env | type[Env]) -> bool:
     return callable(getattr(env, "wandering_expert", None))
 
 
+def has_progress(env: Env | type[Env]) -> bool:
+    """Return True if the environment can tell its progress."""
+    return callable(getattr(env, "progress", None))
+
+
 def check(args, env: Env) -> None:
     """Raise UsageError for impossible combinations and missing packages. Loads no model."""
     if args.model == "tiny":
@@ -37,8 +42,11 @@ def check(args, env: Env) -> None:
     if not has_expert(env) and not args.eval_only:
         if args.warm_start:
             refuse(args, "warm_start", f"--env {args.env} has no expert to learn from; give 0")
-        if args.uses_dense_reward and not args.reward_model and args.reward_model_source == "expert":
+        if fits_reward_model(args) and args.reward_model_source == "expert":
             refuse(args, "reward_model_source", f"--env {args.env} has no expert; give policy")
+    if args.dense_kind == "shaped" and not args.eval_only and not has_progress(env):
+        why = f"--env {args.env} cannot tell its progress; give step_model, implicit or novelty"
+        refuse(args, "dense_reward", why)
     if args.faithful_share < 1 and plays_expert(args) and not has_other_goals(env):
         refuse(args, "faithful_share", f"the expert of --env {args.env} has no other goals; give 1")
     known = ", ".join(env.eval_splits)
@@ -322,7 +330,7 @@ Condition = Callable[[object], bool]  # of flags.Args
 
 def fits_reward_model(args) -> bool:
     """Return True if the run fits a step reward model."""
-    return args.uses_dense_reward and not args.reward_model
+    return args.dense_kind == "step_model" and not args.reward_model
 
 
 def plays_expert(args) -> bool:
@@ -339,9 +347,10 @@ def reads_buffer_tasks(args) -> bool:
 TRAINING = """method k total_updates tasks_per_update group_size off_policy_fraction buffer_tasks
     buffer_source buffer_keep replay_strategy replay_unit
     clip_eps clip_centre max_centre kl_coef entropy_coef reward_scale invalid_penalty
-    reward_noise gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip spear_weight spear_warmup
-    spear_buffer spear_age spear_baseline_groups spear_cov_share spear_cov_low spear_cov_high
-    epochs minibatch_turns
+    dense_reward reward_noise implicit_beta implicit_lr
+    gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip
+    spear_weight spear_warmup spear_buffer spear_age spear_baseline_groups
+    spear_cov_share spear_cov_low spear_cov_high epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
     warm_start_games faithful_share expert_share hesitation_share warm_start_turns warm_start_lr reward_model
@@ -366,9 +375,20 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         "with --buffer_source collect, or history without --buffer_keep",
     ),
     (
-        "reward_noise reward_model",
+        "dense_reward reward_noise reward_model implicit_beta implicit_lr",
         lambda args: args.uses_dense_reward,
         "with --method rspo or dense",
+    ),
+    (
+        "implicit_beta implicit_lr",
+        lambda args: args.dense_kind == "implicit",
+        "with --dense_reward implicit",
+    ),
+    (
+        """reward_model reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs
+        reward_model_lr""",
+        lambda args: args.dense_kind in ("step_model", None),
+        "with --dense_reward step_model",
     ),
     (
         """reward_model_backbone reward_model_source reward_model_episodes reward_model_epochs

@@ -39,8 +39,8 @@ def warn_of_crashes(episodes: list[Trajectory], kind: str) -> None:
         print_line(f"warning: in {crashed:,} of {len(episodes):,} {kind} the environment crashed")
 
 
-COEFFICIENTS = """reward_scale invalid_penalty reward_noise kl_coef entropy_coef gigpo_omega clip_eps
-    value_clip max_grad_norm critic_learning_rate"""
+COEFFICIENTS = """reward_scale invalid_penalty reward_noise implicit_beta kl_coef entropy_coef gigpo_omega
+    clip_eps value_clip max_grad_norm critic_learning_rate"""
 
 
 @contextlib.contextmanager
@@ -96,8 +96,8 @@ def phase_after(line: dict, config: Config) -> str:
 class Recorder:
     """Plays and scores for `rspo.train`, measures the times, logs, evaluates A and saves checkpoints.
 
-    It stands in for the world (`collect`) and for the dense reward (`score`). Only rank 0 has a log; the
-    other ranks write nothing.
+    It stands in for the world (`collect`) and for the dense reward (`score`, `learn`). Only rank 0 has a log;
+    the other ranks write nothing.
     """
 
     def __init__(
@@ -140,6 +140,10 @@ class Recorder:
     def score(self, groups: list[Group], **noise) -> None:
         """Set the dense scores (`DenseReward.score`)."""
         self.timed("score", lambda: self.dense_reward.score(groups, **noise))
+
+    def learn(self, groups: list[Group]) -> dict[str, float]:
+        """Train the implicit reward (`ImplicitReward.learn`)."""
+        return self.timed("learn", lambda: self.dense_reward.learn(groups))
 
     def write(self, agent: str, updates: int, loop: int, values: dict) -> dict:
         """Log one line and return it."""
@@ -229,12 +233,17 @@ class Recorder:
             **self.log.state(),
             "seconds": time.perf_counter() - self.started,
         }
-        saved = checkpoint.Checkpoint(self.policy.state_dicts(), state)
+        tensors = self.policy.state_dicts()
+        if self.args.dense_kind == "implicit":
+            tensors |= self.dense_reward.state_dicts()
+        saved = checkpoint.Checkpoint(tensors, state)
         checkpoint.write(self.folder, updates, saved, self.args.keep_checkpoints)
 
     def parameters(self) -> list:
-        """Return the weights of A, of B and of their critics."""
+        """Return the weights of A, of B, of their critics and of the implicit reward."""
         parameters = []
+        if self.args.dense_kind == "implicit":
+            parameters += self.dense_reward.agent.parameters
         for agent in self.agents.values():
             parameters += agent.parameters
             if agent.critic is not None:

@@ -1,8 +1,9 @@
 """Run an experiment from start to end: `python -m reproduce NAME`.
 
 It trains every arm with every seed and writes NAME.md, NAME.json and NAME.png. By default it runs one process
-per core. After Ctrl-C or a kill, the same command continues. Runs that several experiments share are trained
-once. docs/RUNNING.md describes the tables and the rule of the verdicts.
+per core. Ctrl-C writes the tables of the runs that have finished. After Ctrl-C or a kill, the same command
+continues. Runs that several experiments share are trained once. docs/RUNNING.md describes the tables and the
+rule of the verdicts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from config import PRESETS
 from flags import COMMAND_LINE, UsageError, prepare
 from record.checkpoint import write_text
 from reproduce import figure, tables
-from reproduce.arms import EXPERIMENTS, Experiment
+from reproduce.arms import EXPERIMENTS, STARTS, Experiment
 from reproduce.markdown import markdown
 from reproduce.runs import (
     Plan,
@@ -38,7 +39,17 @@ QUICK = """--total_updates 6 --eval_games 60 --warm_start 200 --warm_start_episo
 
 # A run of a tiny model: one core, and 45 updates of published RSPO (6,720 episodes on Household)
 TINY_RUN = ["--threads", "1", "--ranks", "1", "--total_updates", "45"]
-SET_BY_ARMS = ["method", "algo", "seed", "eval_every", "resume", "resume_from", "eval_only", "plan"]
+SET_BY_ARMS = [
+    "method",
+    "algo",
+    "dense_reward",
+    "seed",
+    "eval_every",
+    "resume",
+    "resume_from",
+    "eval_only",
+    "plan",
+]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +66,8 @@ def parser() -> argparse.ArgumentParser:
         "--list", action="store_true", help="print the experiments, their runs and their cost"
     )
     parser.add_argument("--seeds", default="0,200,400", help="seeds, separated by commas [0,200,400]")
+    names = ",".join(STARTS)
+    parser.add_argument("--starts", default=names, help=f"starts of pays, separated by commas [{names}]")
     parser.add_argument("--quick", action="store_true", help="one seed, one start, short runs: a check")
     parser.add_argument("--env", default="household", help="environment of train.py [household]")
     papers = [name for name in PRESETS if name.startswith("paper")]
@@ -73,6 +86,15 @@ def read_seeds(text: str) -> list[int]:
     if len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise UsageError(f"--seeds {text}: must differ and be 0 or more; give for example 0,200,400")
     return seeds
+
+
+def read_starts(text: str) -> list[str]:
+    """Return the starts of --starts. Raises UsageError."""
+    starts = text.split(",")
+    for name in starts:
+        if name not in STARTS:
+            raise UsageError(f"--starts {text}: there is no start {name!r}; give {', '.join(STARTS)}")
+    return starts
 
 
 def scale_of(args: argparse.Namespace, more: list[str]) -> tuple[str, list[str]]:
@@ -105,12 +127,20 @@ def list_experiments(experiments: dict[str, Experiment], scale: list[str], seeds
     print(f"{'all':8} {len(everything):5} {hours:11.1f}  arms that experiments share are run once")
 
 
-def experiments_at(scale: list[str], quick: bool) -> dict[str, Experiment]:
-    """Return the experiments. Only Household with a warm start has several starts; --quick has one."""
+def experiments_at(scale: list[str], quick: bool, starts: list[str]) -> dict[str, Experiment]:
+    """Return the experiments. Only Household with a warm start has several starts; --quick has one.
+
+    starts: the starts that are kept in an experiment with several.
+    """
     flags = read_quietly(scale)
-    if flags.env == "household" and flags.warm_start and not quick:
-        return EXPERIMENTS
-    return {name: dataclasses.replace(one, starts=("default",)) for name, one in EXPERIMENTS.items()}
+    several = flags.env == "household" and flags.warm_start and not quick
+    kept = starts if several else ["default"]
+    experiments = {}
+    for name, one in EXPERIMENTS.items():
+        if len(one.starts) > 1:
+            one = dataclasses.replace(one, starts=tuple(start for start in one.starts if start in kept))
+        experiments[name] = one
+    return experiments
 
 
 def write_results(
@@ -136,7 +166,7 @@ def plan_of(args: argparse.Namespace, more: list[str]) -> tuple[dict[str, Experi
         raise UsageError(f"--processes {args.processes}: must be 1 or more; or leave it out")
     seeds = read_seeds(args.seeds)
     scale_name, scale = scale_of(args, more)
-    experiments = experiments_at(scale, args.quick)
+    experiments = experiments_at(scale, args.quick, read_starts(args.starts))
     if args.name != "all":
         experiments = {args.name: experiments[args.name]}
     if args.quick:
@@ -152,7 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.list:
             _, scale = scale_of(args, more)
-            list_experiments(experiments_at(scale, args.quick), scale, read_seeds(args.seeds))
+            experiments = experiments_at(scale, args.quick, read_starts(args.starts))
+            list_experiments(experiments, scale, read_seeds(args.seeds))
             return 0
         experiments, seeds, folder, plan = plan_of(args, more)
         runs = with_preparing_runs(plan)
@@ -168,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         failed = run_all(runs, args.processes)
     except KeyboardInterrupt:
+        if any(run.finished for run in plan.values()):
+            write_results(experiments, plan, seeds, folder, command)
         print(f"stopped; continue with: {command}", file=sys.stderr)
         return 130
     write_results(experiments, plan, seeds, folder, command)

@@ -103,6 +103,12 @@ ARMS = {
     "grpo-steps": Arm("GRPO, twice the optimizer steps", "--method outcome --minibatch_turns {half_turns}"),
     "cheap": Arm("cheap swap", CHEAP),
     "cheap-o": Arm("cheap swap, B on outcomes", f"--method rspo_o {CHEAP}"),
+    "rspo-shaped": Arm("RSPO, shaped reward (oracle)", "--dense_reward shaped"),
+    "rspo-implicit": Arm("RSPO, implicit reward", "--dense_reward implicit"),
+    "rspo-novelty": Arm("RSPO, novelty", "--dense_reward novelty"),
+    "cheap-shaped": Arm("cheap swap, shaped reward (oracle)", f"--dense_reward shaped {CHEAP}"),
+    "cheap-implicit": Arm("cheap swap, implicit reward", f"--dense_reward implicit {CHEAP}"),
+    "cheap-novelty": Arm("cheap swap, novelty", f"--dense_reward novelty {CHEAP}"),
     "cheap-clip": Arm("cheap swap, clip centred at 1", f"{CHEAP} --clip_centre one"),
     "both": Arm("B's episodes and A's own", BOTH),
     "history": Arm("A's own history, no B", f"--method rspo_h {POSITIVE} 1/2"),
@@ -262,6 +268,38 @@ EXPERIMENTS = {
         ),
         papers=(
             Paper(WEBSHOP, {"rspo": (67.2, None), "noise-0.1": (64.1, None), "noise-0.3": (60.9, None)}),
+        ),
+    ),
+    "dense": Experiment(
+        "Which dense reward does B need?",
+        (
+            *("grpo", "rspo_o", "rspo", "rspo-shaped", "rspo-implicit", "rspo-novelty"),
+            *("cheap-o", "cheap", "cheap-shaped", "cheap-implicit", "cheap-novelty"),
+        ),
+        (
+            # The shaped reward is an oracle. If B does not gain from it, B needs no dense reward
+            Claim("published swap: the shaped reward is ahead of B on outcomes", "rspo-shaped", "rspo_o"),
+            Claim("published swap: the step reward model is ahead of B on outcomes", "rspo", "rspo_o"),
+            Claim("published swap: the implicit reward is ahead of B on outcomes", "rspo-implicit", "rspo_o"),
+            Claim("published swap: novelty is ahead of B on outcomes", "rspo-novelty", "rspo_o"),
+            Claim(
+                "published swap: the shaped reward is ahead of the step reward model", "rspo-shaped", "rspo"
+            ),
+            Claim(
+                "published swap: the step reward model is ahead of the implicit one", "rspo", "rspo-implicit"
+            ),
+            Claim("published swap: the step reward model is ahead of novelty", "rspo", "rspo-novelty"),
+            Claim("the published swap with the shaped reward is ahead of GRPO", "rspo-shaped", "grpo"),
+            Claim("cheap swap: the shaped reward is ahead of B on outcomes", "cheap-shaped", "cheap-o"),
+            Claim("cheap swap: the step reward model is ahead of B on outcomes", "cheap", "cheap-o"),
+            Claim("cheap swap: the implicit reward is ahead of B on outcomes", "cheap-implicit", "cheap-o"),
+            Claim("cheap swap: novelty is ahead of B on outcomes", "cheap-novelty", "cheap-o"),
+            Claim("cheap swap: the shaped reward is ahead of the step reward model", "cheap-shaped", "cheap"),
+            Claim(
+                "cheap swap: the step reward model is ahead of the implicit one", "cheap", "cheap-implicit"
+            ),
+            Claim("cheap swap: the step reward model is ahead of novelty", "cheap", "cheap-novelty"),
+            Claim("the cheap swap with the shaped reward is ahead of GRPO", "cheap-shaped", "grpo"),
         ),
     ),
     "pays": Experiment(

@@ -152,6 +152,9 @@ def check_same(run: Run) -> None:
     if not path.is_file():
         return
     present, wanted = json.loads(path.read_text()), json.loads(config_text(run.args))
+    if wanted.keys() - present.keys():  # an older version wrote it: these flags had their defaults
+        defaults = config_text(read_quietly(["--config", str(path)]))
+        present = json.loads(defaults) | present
     free = WHEN_RESUMED.replace("--", "").split()
     changes = []
     for name in sorted(present.keys() | wanted.keys()):
@@ -170,7 +173,7 @@ def make_folder(run: Run) -> None:
         return
     shared = [run.source.folder / name for name in ("start", "reward_model")] if run.source else []
     for made in shared:
-        if made.is_dir() and (made.name == "start" or run.args.uses_dense_reward):
+        if made.is_dir() and (made.name == "start" or run.args.dense_kind == "step_model"):
             checkpoint.write_folder(run.folder / made.name, lambda to, made=made: link_files(made, to))
     checkpoint.write_text(run.folder / "config.json", config_text(run.args))
 

@@ -281,7 +281,7 @@ def longest_row(args) -> int:
 
 
 def agent_bytes(args, shape: Shape) -> Parts:
-    """Estimate the memory that the agents A and B hold during the whole run, with AdamW's moments."""
+    """Estimate the memory that A, B and pi_prm hold during the whole run, with AdamW's moments."""
     p, policies = precision(args), 1 + args.explores
     critics = policies if args.algo == "ppo" else 0
     trained, head = shape.adapter(p.rank) if p.rank else shape.parameters, shape.width + 1
@@ -290,6 +290,7 @@ def agent_bytes(args, shape: Shape) -> Parts:
         "adapters" if p.rank else "trained copies": 4 * trained * policies,
         "optimizer": 8 * trained * policies,
         "critics and their optimizer": 12 * (trained + head) * critics,
+        "implicit reward": 12 * trained * (args.dense_kind == "implicit"),  # weights and AdamW's moments
     }
 
 
@@ -442,6 +443,7 @@ LEVERS = {  # the flags that decide a part's size
     "trained copies": "--lora_rank",
     "critics and their optimizer": "--algo, --lora_rank",
     "step reward model": BACKBONE,
+    "implicit reward": "--dense_reward, --lora_rank",
     "optimizer": "--lora_rank",
     "gradients": "--lora_rank",
     "activations": MICRO_BATCH,
@@ -568,7 +570,7 @@ def plan_of(args) -> tuple[str, str | None]:
     else:
         model = shape_of_flag(args, "model")
     backbone = None
-    if args.uses_dense_reward:
+    if args.dense_kind == "step_model":
         flag = "reward_model" if args.reward_model else "reward_model_backbone"
         backbone = shape_of_flag(args, flag) if getattr(args, flag) else model
     if not args.gpu_memory_gb:

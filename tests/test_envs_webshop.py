@@ -14,6 +14,7 @@ from env_helpers import ODD_TEXTS, ROOT, run_in_new_process
 import envs
 import flags
 from chat import Dialogue, parse_action, reply_text
+from dense.shaped import WithProgress
 from envs import Corpus, WebShop
 from games import webshop
 
@@ -173,6 +174,34 @@ def plain_goal(env: WebShop, split: str) -> tuple[int, str, str]:
         if options and options["size"].startswith("size b"):
             return index, f"click[{options['cut']}]", f"click[{options['size']}]"
     raise AssertionError("there is no such game")
+
+
+@needs_packages
+def test_progress_is_half_of_the_score_of_the_open_product_until_it_is_bought(toy):
+    env = WithProgress(WebShop(toy, reward="score"))
+    index, cut, size = plain_goal(env, "train")
+    # The goal has 2 attributes, 2 options and a price limit. The apron's title and bullets meet 3 of these 5
+    # before an option is chosen: 3/5 / 2 = 0.3. Each right option adds 1/5 / 2.
+    shown = [env.reset("train", index)]
+    for action in (
+        "search[red apron]",
+        "click[b000000001]",
+        cut,
+        "click[description]",
+        "click[< prev]",
+        size,
+    ):
+        shown.append(env.step(action))
+    assert [view.progress for view in shown] == pytest.approx([0, 0, 0.3, 0.4, 0.4, 0.4, 0.5])
+    assert env.step("click[buy now]").progress == 1
+    env.reset("train", index)
+    for action in ("search[red apron]", "click[b000000001]", cut):
+        env.step(action)
+    assert env.step("click[back to search]").progress == 0
+    for action in ("search[red apron]", "click[b000000001]"):
+        env.step(action)
+    bought = env.step("click[buy now]")
+    assert bought.progress == bought.outcome == pytest.approx(0.6)
 
 
 def buy(env: WebShop, split: str, index: int, *clicks: str):

@@ -183,6 +183,25 @@ def test_an_environment_without_an_expert_cannot_warm_start(monkeypatch):
     assert args.reward_model_source == "policy" and args.max_turns == 5
 
 
+def test_an_environment_without_progress_has_no_shaped_reward(monkeypatch):
+    class Vague(Household):
+        progress = None
+
+    monkeypatch.setattr(flags, "make_env", lambda name: Vague())
+    assert refused("--dense_reward=shaped") == (
+        "--dense_reward shaped: --env household cannot tell its progress; give step_model, implicit or "
+        "novelty"
+    )
+    assert flags.prepare(["--dense_reward=shaped", "--method=outcome"])  # no agent is trained on it
+
+
+def test_a_config_from_before_dense_rewards_has_the_step_reward_model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"method": "rspo", "seed": 3}')
+    args = flags.prepare(["--config", str(path)])
+    assert (args.dense_reward, args.dense_kind) == ("step_model", "step_model")
+
+
 def test_an_expert_without_other_goals_plays_faithfully(monkeypatch):
     class Single(Household):
         wandering_expert = None

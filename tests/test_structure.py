@@ -27,6 +27,9 @@ ORDER = [
     "games.alfworld_player",
     "games.alfworld_files",
     "envs",
+    "dense.scores",
+    "dense.novelty",
+    "dense.shaped",
     "chat",
     "record.model_checks",
     "model",
@@ -36,6 +39,7 @@ ORDER = [
     "scale.pool",
     "rollout",
     "record.reward_fit",
+    "dense.implicit",
     "reward_model",
     "record.reward_model_files",
     "record.command_line",
@@ -69,7 +73,7 @@ ORDER = [
     "reproduce.figure",
     "reproduce.__main__",
 ]
-FOLDERS = ["baselines", "games", "scale", "demo", "record", "bench", "reproduce"]
+FOLDERS = ["baselines", "games", "dense", "scale", "demo", "record", "bench", "reproduce"]
 METHOD = ["losses", "config", "buffer", "batch", "rspo", "reward_model", "chat", "model", "policy", "sampler"]
 HEAVY = {
     "transformers",
@@ -87,6 +91,9 @@ LIGHT = [
     "scale.launch",
     "buffer",
     "envs",
+    "dense.scores",
+    "dense.novelty",
+    "dense.shaped",
     "chat",
     "record.model_checks",
     "record.command_line",

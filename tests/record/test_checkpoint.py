@@ -121,6 +121,7 @@ def story(folder):
         "--method rspo --buffer_source both --buffer_keep 8 --replay_strategy positive --algo gigpo",
         "--method dense --reward_noise 0.3",
         "--method spear --spear_buffer 8 --algo gigpo",
+        "--dense_reward novelty --reward_noise 0.3",
     ],
 )
 def test_two_loops_and_two_resumed_loops_equal_four_loops(tmp_path, options):

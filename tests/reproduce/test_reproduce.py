@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import reproduce.__main__ as command
 from reproduce.__main__ import experiments_at, main, parser, scale_of
-from reproduce.arms import EXPERIMENTS
+from reproduce.arms import EXPERIMENTS, STARTS
+from reproduce.runs import Run
 
 ROOT = Path(__file__).parent.parent.parent
+EVERY = list(STARTS)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,10 @@ ROOT = Path(__file__).parent.parent.parent
         (["table9"], "table9: there is no such experiment; give table1"),
         (["table1", "--seeds", "a,b"], "--seeds a,b: must be whole numbers"),
         (["table1", "--seeds", "1,1"], "--seeds 1,1: must differ"),
+        (
+            ["pays", "--starts", "easy"],
+            "--starts easy: there is no start 'easy'; give sparse, default, easier",
+        ),
         (["table1", "--processes", "0"], "--processes 0: must be 1 or more"),
         (["table1", "--env", "chess"], "--env chess: "),
         (["table1", "--seed", "3"], "--seed: the experiments set it"),
@@ -50,23 +57,44 @@ def test_the_list_has_every_experiment_with_its_cost(capsys):
 def test_a_reader_that_ends_early_brings_no_traceback(unbuffered):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "reproduce", "--list"]
+    argv = [sys.executable, "-m", "reproduce", "--list"]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=write, stderr=subprocess.PIPE)
+    done = subprocess.run(argv, cwd=ROOT, env=environment, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert done.returncode == 1 and done.stderr == b""
 
 
 def test_a_quick_experiment_has_one_start():
-    assert {one.starts for one in experiments_at(["--env", "household"], quick=True).values()} == {
+    assert {one.starts for one in experiments_at(["--env", "household"], True, EVERY).values()} == {
         ("default",)
     }
-    assert len(experiments_at(["--env", "household"], quick=False)["pays"].starts) == 4
+    assert len(experiments_at(["--env", "household"], False, EVERY)["pays"].starts) == 4
 
 
 def test_only_the_tiny_model_on_household_has_several_starts():
     flags = ["--warm_start", "0"]
-    assert experiments_at(flags, quick=False)["pays"].starts == ("default",)
+    assert experiments_at(flags, False, EVERY)["pays"].starts == ("default",)
+
+
+def test_the_starts_of_pays_can_be_chosen():
+    experiments = experiments_at(["--env", "household"], False, ["default", "easier"])
+    assert experiments["pays"].starts == ("default", "easier")
+    assert experiments["table1"].starts == ("default",)
+    assert experiments_at(["--env", "household"], False, ["easier"])["table1"].starts == ("default",)
+
+
+@pytest.mark.parametrize(("finished", "written"), [(True, ["states"]), (False, [])])
+def test_an_interrupt_writes_the_tables_of_the_finished_runs(finished, written, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    tables = []
+    monkeypatch.setattr(command, "run_all", interrupted)
+    monkeypatch.setattr(command, "write_results", lambda experiments, *_: tables.extend(experiments))
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Run, "finished", finished)
+    assert main(["states", "--out", str(tmp_path)]) == 130
+    assert tables == written
 
 
 def test_each_scale_has_a_folder_of_its_own():
@@ -76,11 +104,11 @@ def test_each_scale_has_a_folder_of_its_own():
 
 @pytest.mark.slow
 def test_a_kill_stops_the_runs_also_in_the_background_of_a_shell(tmp_path):
-    command = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
+    argv = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `command &` in a script does
     try:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
     finally:
         signal.signal(signal.SIGINT, ignored)
@@ -89,7 +117,7 @@ def test_a_kill_stops_the_runs_also_in_the_background_of_a_shell(tmp_path):
         assert process.poll() is None
         time.sleep(0.1)
     process.terminate()
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == 130 and error.startswith(
         "stopped; continue with: python -m reproduce states"
     )
@@ -98,8 +126,8 @@ def test_a_kill_stops_the_runs_also_in_the_background_of_a_shell(tmp_path):
 
 @pytest.mark.slow
 def test_an_experiment_is_remade_from_nothing_and_not_run_twice(tmp_path):
-    command = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    argv = [sys.executable, "-m", "reproduce", "states", "--quick", "--out", str(tmp_path)]
+    first = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert first.returncode == 0, first.stdout + first.stderr
     folder = tmp_path / "household-quick"
     report = json.loads((folder / "states.json").read_text())
@@ -109,6 +137,6 @@ def test_an_experiment_is_remade_from_nothing_and_not_run_twice(tmp_path):
     text = (folder / "states.md").read_text()
     assert "| RSPO + GRPO | 6 | 896 |" in text and "claim: RSPO repeats fewer" in text
     assert (folder / "states.png").is_file()
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    second = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert "3 of 3 runs are finished" in second.stdout and second.returncode == 0
     assert json.loads((folder / "states.json").read_text()) == report

@@ -155,6 +155,28 @@ def test_a_folder_with_other_flags_is_refused(tmp_path):
         check_same(other)
 
 
+def test_a_folder_of_an_older_version_had_the_defaults_of_the_flags_that_it_lacks(tmp_path):
+    run = Run(tmp_path / "a", FLAGS)
+    make_folder(run)
+    path = tmp_path / "a" / "config.json"
+    saved = json.loads(path.read_text())
+    del saved["dense_reward"], saved["implicit_lr"]
+    path.write_text(json.dumps(saved))
+    check_same(run)
+    other = dataclasses.replace(run, args=dataclasses.replace(FLAGS, dense_reward="novelty"))
+    with pytest.raises(UsageError, match="dense_reward step_model, not novelty; give another --out"):
+        check_same(other)
+
+
+def test_only_the_step_reward_model_is_shared(tmp_path):
+    first, second, _ = three_runs(tmp_path)
+    second = dataclasses.replace(second, args=dataclasses.replace(FLAGS, dense_reward="shaped"))
+    for name in ("start", "reward_model"):
+        (first.folder / name).mkdir(parents=True)
+    make_folder(second)
+    assert (second.folder / "start").is_dir() and not (second.folder / "reward_model").exists()
+
+
 def test_flags_of_the_machine_may_differ(tmp_path):
     run = Run(tmp_path / "a", FLAGS)
     make_folder(run)

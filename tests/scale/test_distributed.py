@@ -30,6 +30,7 @@ from config import Config
 from demo.tiny_model import tiny_base
 from demo.toy import CountingScorer, ToyPolicy, toy_world
 from demo.warm_start import demonstrations, warm_start
+from dense.implicit import ImplicitReward
 from record.metrics import episode_metrics
 from scale import distributed, launch
 from scale.distributed import (
@@ -225,6 +226,19 @@ def dense_scores(episodes):
     return scores, sum(gather([model.backbone.read]))
 
 
+def implicit(episodes):
+    """Train the implicit reward on uneven groups. Return its scores, metrics and weights."""
+    prm = ToyPolicy("implicit", learning_rate=0.1)
+    reward = ImplicitReward(prm, 1.0, config_of("grpo", tokens_per_micro_batch=16))
+    groups = [Group(str(n), [chat(n, 1.0), chat(n, 1.0), chat(n + 1, 0.0)]) for n in (1, 3, 9)]
+    groups += episodes["grpo"][0]
+    metrics = [reward.learn(groups) for _ in range(3)]
+    reward.score(groups, noise=0.1, rng=random.Random(0))
+    check_alike(prm.parameters)
+    scores = [s.dense_score for group in groups for member in group.trajectories for s in member.steps]
+    return scores, metrics, prm.logits.tolist()
+
+
 def columns(episodes):
     """Gather columns that each rank has set on its rows. Return them, and a column that no rank has set."""
     rows = rows_of(chat(1, 0.0)) + rows_of(chat(3, 1.0)) + rows_of(chat(2, 1.0))
@@ -281,7 +295,7 @@ def exchanges(episodes):
 
 
 SCENES = [gradients, many_steps, near_tokens, uneven, played, replay, algorithm_1, dense_scores, columns]
-SCENES += [supervised, exchanges, self_imitation]
+SCENES += [supervised, exchanges, implicit, self_imitation]
 
 
 def loss(folder):
@@ -426,6 +440,7 @@ def close(one, other, path=""):
         "self_imitation",
         "columns",
         "supervised",
+        "implicit",
     ],
 )
 def test_several_ranks_have_the_results_of_one_process(scene, one_process, ranks):
@@ -497,7 +512,7 @@ def test_a_rank_that_hangs_ends_the_others_and_one_that_works_does_not(stopped, 
     for process in both:
         process.start()
     other = both[1 - stopped]
-    other.join(60)
+    other.join(600)
     both[stopped].kill()
     both[stopped].join()
     assert other.exitcode == 3
@@ -743,4 +758,4 @@ def test_ranks_that_watch_each_other_end_without_an_abort():
         for number in range(2):
             environment = os.environ | environment_of(number, 2, port)
             ranks.append(subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment))
-        assert [process.wait(60) for process in ranks] == [0, 0]
+        assert [process.wait(600) for process in ranks] == [0, 0]

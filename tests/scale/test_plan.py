@@ -141,6 +141,16 @@ def test_full_weights_are_copied_and_ppo_has_critics():
     assert plan.agent_bytes(alone, SEVEN)["trained copies"] == 4 * 7_615_616_512
 
 
+def test_the_implicit_reward_is_a_third_agent_and_needs_no_step_reward_model():
+    args = args_of(*PAPER, "--dense_reward", "implicit")
+    parts = plan.agent_bytes(args, SEVEN)
+    assert parts["implicit reward"] == 161_480_704 * (4 + 8)  # an adapter in fp32 and its two moments
+    others = plan.agent_bytes(args_of(*PAPER), SEVEN)
+    assert others["implicit reward"] == 0 and parts == others | {"implicit reward": 161_480_704 * 12}
+    assert "step reward model" not in plan.plan_of(args)[0]
+    assert "implicit reward" in plan.plan_of(args)[0]
+
+
 def test_a_loop_of_the_paper_by_hand():
     # 14 on-policy tasks of 8 in each of 3 + 3 updates, 28 tasks of 8 for the buffer; 2 tasks of 8 replayed
     assert plan.loop_size(args_of(*PAPER)) == {
