@@ -24,8 +24,9 @@ def config_of(**options):
 
 
 def step(advantage=1.0, action=RIGHT, valid=True, door=0):
-    return Step([2, 6, 7 + door, 3], [action, 1], [0.0, 0.0], f"door {door}", "right", valid, False, None,
-                [RIGHT_LOGPROB, 0.0], advantage)  # fmt: skip
+    made = Step([2, 6, 7 + door, 3], [action, 1], [0.0, 0.0], f"door {door}", "right", valid)
+    made.advantage, made.behavior_logprobs = advantage, [RIGHT_LOGPROB, 0.0]
+    return made
 
 
 def episode(outcome, *steps):
