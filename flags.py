@@ -133,7 +133,7 @@ class Args(Config):
     task stream. Default: all; alfworld 600, because each new game is translated first"""
     faithful_share: float | None = None
     """Share of the demonstrations that pursue the stated task. The others pursue another goal of the same
-    game (household only). Default: household 0.15, else 1"""
+    game. Default: household 0.15, else 1"""
     expert_share: float | None = None
     """Share of the demonstrated turns in which the expert's action is played. Default: household 0.95,
     alfworld 0.5, webshop 0.75"""
