@@ -175,7 +175,7 @@ class ReplayBuffer:
         self._entries: list[_Entry] = []
         self._groups_seen = 0
         self._random = random.Random(seed)
-        self.drawn: list[Trajectory] = []  # the last sample
+        self.drawn: list[tuple[Trajectory, int]] = []  # the last draw's episodes and their ages
 
     def __len__(self) -> int:
         """Count the episodes in the buffer."""
@@ -243,7 +243,6 @@ class ReplayBuffer:
             if len(drawn) + len(entry.trajectories) <= n:
                 drawn += entry.trajectories
                 entry.draws += 1
-        self.drawn = drawn
         return drawn
 
     def keep_newest(self, groups: int) -> None:
@@ -253,16 +252,16 @@ class ReplayBuffer:
         newest = set(heapq.nlargest(groups, {entry.group for entry in self._entries}))
         self._entries = [entry for entry in self._entries if entry.group in newest]
 
-    def ages(self, drawn: list[Trajectory], update: int) -> list[int]:
-        """Return A's updates since each drawn episode was played. update: A's updates so far."""
-        played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
-        return [update - played[id(episode)] for episode in drawn]
-
     def draw_metrics(self, drawn: list[Trajectory], update: int) -> dict[str, float]:
-        """Return the number of episodes in the buffer, and the mean and largest age of the drawn episodes."""
+        """Return the number of episodes in the buffer, and the mean and largest age of the drawn episodes.
+
+        update: A's updates so far. The age of an episode is the number of A's updates since it was played.
+        """
+        played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
+        ages = [update - played[id(episode)] for episode in drawn]
+        self.drawn = list(zip(drawn, ages, strict=True))
         if not drawn:
             return {}
-        ages = self.ages(drawn, update)
         return {"buffer_episodes": len(self), "replay_age_mean": fmean(ages), "replay_age_max": max(ages)}
 
     def clear(self) -> None:

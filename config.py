@@ -41,6 +41,14 @@ RANGES = {  # (lowest, highest) value of every number, here and in flags.Args
     "gamma": SHARE,
     "gae_lambda": SHARE,
     "value_clip": (1e-6, 10**6),
+    "spear_weight": WEIGHT,
+    "spear_warmup": COUNT,
+    "spear_buffer": SIZE,
+    "spear_age": COUNT,
+    "spear_baseline_groups": COUNT,
+    "spear_cov_share": SHARE,
+    "spear_cov_low": (-(10**6), 10**6),
+    "spear_cov_high": (-(10**6), 10**6),
     "epochs": (1, 1000),
     "minibatch_turns": SIZE,
     "tokens_per_micro_batch": SIZE,
@@ -103,9 +111,9 @@ class Config:
     """The settings of Algorithm 1. The defaults are those of the run on Household."""
 
     # the method
-    method: Literal["rspo", "outcome", "dense", "rspo_h", "rspo_o"] = "rspo"
+    method: Literal["rspo", "outcome", "dense", "rspo_h", "rspo_o", "spear"] = "rspo"
     """rspo: the paper's method. outcome, dense: train A only, on that reward. rspo_h: no B; A replays its own
-    last groups. rspo_o: B is trained on outcome rewards too."""
+    last groups. rspo_o: B is trained on outcome rewards too. spear: no B; A imitates its own best turns."""
     algo: Literal["grpo", "gigpo", "ppo"] = "grpo"
     """Estimator of the advantages."""
     total_updates: int = 180
@@ -174,6 +182,26 @@ class Config:
     value_clip: float = 0.5
     """PPO: half width of the interval around the old value that the value loss is clipped to."""
 
+    # SPEAR (baselines/spear.py)
+    spear_weight: float = 0.1
+    """gamma: weight of the imitation loss after the warm-up. 0.1 suits advantages that are divided by their
+    std. SPEAR's own value is 1, for advantages that are only centred."""
+    spear_warmup: int = 100
+    """Updates of A over which the weight of the imitation loss rises from 0 to gamma, along a cosine."""
+    spear_buffer: int = 128
+    """Turns with positive advantage that fill the buffer. A full buffer is imitated once and emptied."""
+    spear_age: int = 5
+    """Turns that were played more updates of A ago leave the buffer."""
+    spear_baseline_groups: int = 10240
+    """Newest groups whose mean returns give the baseline of imitated turns, their median."""
+    spear_cov_share: float = 0.02
+    """Share of the imitated tokens whose gradient is dropped. They are drawn from those in the covariance
+    band. 0 drops none."""
+    spear_cov_low: float = 2.0
+    """Lower end of the band of the covariance of log-prob and advantage."""
+    spear_cov_high: float = 60.0
+    """Upper end of that band."""
+
     # optimisation (flags.Args continues this section)
     epochs: int = 1
     """Passes over the data of an update."""
@@ -237,6 +265,16 @@ class Config:
                     "give episode"
                 )
         self._check_buffer_source()
+        if self.method == "spear" and self.algo == "ppo":
+            raise ValueError(
+                "--algo ppo with --method spear: its baseline is a median of group means, and PPO has no "
+                "groups; give grpo or gigpo"
+            )
+        if self.spear_cov_low >= self.spear_cov_high:
+            raise ValueError(
+                f"--spear_cov_low {self.spear_cov_low} with --spear_cov_high {self.spear_cov_high}: the band "
+                "is empty; give a lower value, or --spear_cov_share 0 to drop no token"
+            )
 
     def _check_buffer_source(self) -> None:
         if self.method == "rspo_h" and self.buffer_source not in (None, "history"):

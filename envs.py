@@ -18,13 +18,13 @@ import os
 import random
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from games import alfworld_engine, household, webshop, webshop_player
 from games.alfworld_files import alfworld_splits, alfworld_vocabulary
-from games.alfworld_player import Notebook, Walkthrough
+from games.alfworld_player import Notebook, Walkthrough, Wanderer
 
 SEARCH = "search[<your query>]"  # an action to fill in; the wording is verl-agent's
 
@@ -93,7 +93,7 @@ class Env(Protocol):
     def wandering_expert(self, seed: str) -> str:
         """Return a good action for another goal than the task, for demonstrations. This method is optional.
 
-        The seed draws one of the goals that the game allows. Once it is reached, the action looks around.
+        The seed draws the goal. Once it is reached, the action looks around or pursues another goal.
         """
 
     def progress(self) -> float:
@@ -216,6 +216,7 @@ class AlfWorld:
         self._notes = Notebook(self._task, state.admissible)
         rng = random.Random(f"detours {path.parent.name}")
         self._walkthrough = Walkthrough(self._game.walkthrough, self._notes.places, rng)
+        self._wanderer = None  # made by the first call of `wandering_expert`
         return self._show(observation, state)
 
     def step(self, action: str) -> View:
@@ -232,6 +233,11 @@ class AlfWorld:
         if not self._walkthrough.plan:
             raise EnvironmentCrashed(f"{self._game.path}: the game has no walkthrough to demonstrate")
         return self._walkthrough.next(self._notes, self._admissible)
+
+    def wandering_expert(self, seed: str) -> str:
+        """Return the next action of a player with goals of its own (`Wanderer`)."""
+        self._wanderer = self._wanderer or Wanderer(self._notes.places, seed)
+        return self._wanderer.next(self._notes, self._admissible)
 
     def _show(self, observation: str, state: alfworld_engine.State) -> View:
         self._notes.read(observation, state.admissible)
@@ -321,6 +327,11 @@ class WebShop:
     def searching_expert(self) -> str:
         """Return the action of the scripted customer."""
         return webshop_player.advice(self._session.page)
+
+    def wandering_expert(self, seed: str) -> str:
+        """Return the action of the scripted customer who has read another training goal."""
+        goal = random.Random(seed).choice(self.shop.goals[self.ranges["train"]])
+        return webshop_player.advice(replace(self._session.page, instruction=goal.instruction_text))
 
     def progress(self) -> float:
         """Return the score of a purchase; before it, half of what the open product would score, else 0."""

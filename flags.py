@@ -133,7 +133,7 @@ class Args(Config):
     task stream. Default: all; alfworld 600, because each new game is translated first"""
     faithful_share: float | None = None
     """Share of the demonstrations that pursue the stated task. The others pursue another goal of the same
-    game (household only). Default: household 0.15, else 1"""
+    game. Default: household 0.15, else 1"""
     expert_share: float | None = None
     """Share of the demonstrated turns in which the expert's action is played. Default: household 0.95,
     alfworld 0.5, webshop 0.75"""
@@ -220,6 +220,7 @@ class Args(Config):
 SECTIONS = {  # the sections of --help, each by the name of its first flag
     "method": "the method, with the paper's symbols",
     "gigpo_gamma": "GiGPO and PPO",
+    "spear_weight": "SPEAR",
     "epochs": "optimisation",
     "model": "model",
     "env": "environment",

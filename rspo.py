@@ -230,8 +230,7 @@ def optimizer_step(agent, config: Config, totals: Totals) -> None:
 def sampler_gap(rows: list[Row]) -> dict[str, float]:
     """Compare the sampler's log-probs of fresh action tokens with the trainer's, which the loss reads.
 
-    Returns the mean and the largest absolute difference. A difference beyond rounding is a fault, such as
-    stale weights in an engine, another temperature or other tokens.
+    Returns the mean and the largest absolute difference. More than rounding is a fault: stale weights, say.
     """
     gap = (take(rows, "old_logprobs") - take(rows, "sampler_logprobs")).abs().double()
     return {"sampler_gap_mean": gap.mean().item(), "sampler_gap_max": gap.max().item()}
@@ -259,8 +258,7 @@ def set_ratios(rows: list[Row]) -> None:
     found = torch.zeros(len(spans), 2)  # (sum of log r, number of ranks that trained on the row)
     for i, (row, _, start, end) in enumerate(spans):
         if row.new_logprobs is not None:
-            found[i, 0] = (row.new_logprobs - row.behavior_logprobs)[start:end].nanmean()
-            found[i, 1] = 1
+            found[i] = torch.tensor([(row.new_logprobs - row.behavior_logprobs)[start:end].nanmean(), 1.0])
     distributed.sum_tensor(found)
     for (row, index, start, end), (total, ranks) in zip(spans, found.tolist(), strict=True):
         step = row.trajectory.steps[index]
@@ -280,13 +278,20 @@ class NothingToTrainOn(RuntimeError):
 
 
 def update(
-    agent, on: list[Group], off: list[Trajectory], reward: str, config: Config, rng: random.Random
+    agent,
+    on: list[Group],
+    off: list[Trajectory],
+    reward: str,
+    config: Config,
+    rng: random.Random,
+    weights: tuple[float, float] | None = None,
 ) -> dict:
     """Update an agent once on J_total = (1 - alpha) J_on + alpha J_off   (Eq. 3)
 
     on      groups that the agent has just collected; they count by `reward`, "outcome" or "dense"
     off     replayed episodes; they always count by their outcome. If there are none, alpha is 0.
     rng     shuffles the rows into minibatches
+    weights of J_on and J_off, in place of 1 - alpha and alpha
 
     J_on and J_off are each a mean over their own action tokens. So an optimizer step divides by two token
     counts, each taken over all micro-batches and ranks. With `max_centre`, J_off and its count leave out
@@ -308,6 +313,7 @@ def update(
         row.old_logprobs = row.behavior_logprobs  # pi_b = pi_old; not None if the row will be replayed
 
     alpha = config.off_policy_fraction if off_rows else 0.0
+    on_weight, off_weight = weights or (1 - alpha, alpha)
     turns = sum(len(row.spans) for row in on_rows + off_rows)
     parts = max(1, round(turns / config.minibatch_turns))
     parts = min(parts, len(on_rows), len(off_rows) or parts)  # each minibatch has rows of both sources
@@ -328,21 +334,20 @@ def update(
         drawn = [("on", row) for row in on_part] + [("off", row) for row in off_part]
         rows = [row for _, row in drawn]
         places = local_rows(rows)
-        for source, weight in [("on", 1 - alpha), ("off", alpha)]:
+        for source, weight in [("on", on_weight), ("off", off_weight)]:
             count = sum(row.loss_tokens for kind, row in drawn if kind == source)  # over all ranks
             local = [row for kind, row in (drawn[i] for i in places) if kind == source and row.loss_tokens]
             add_gradient(agent, local, source, weight, count, config, totals)
         optimizer_step(agent, config, totals)
         if step == 0:
             gather_columns(rows, places, ["old_logprobs"])
-    if off_rows:
-        set_ratios(off_rows)
+    set_ratios(off_rows)
     return {
         **totals.means(),
         **sampler_gap(on_rows),
         **centre_metrics(off_rows),
         "replayed_episodes": len(off),
-        "alpha": alpha,
+        "alpha": off_weight,
         "optimizer_steps": parts * config.epochs,
         "seconds_update": time.perf_counter() - started,
     }

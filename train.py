@@ -82,6 +82,7 @@ elif __name__ == "__main__":
 import torch
 
 import rspo
+from baselines import spear
 from buffer import ReplayBuffer, Trajectory
 from chat import Dialogue
 from demo.warm_start import demonstrations
@@ -316,7 +317,9 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
         dense_reward = make_dense_reward(args, policy)
     demonstrate.cache_clear()
     identity.check(args, saved, parts)
-    replay = ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
+    algorithm, replay = rspo.train, ReplayBuffer(args.replay_strategy, args.replay_unit, seed=args.seed)
+    if args.method == "spear":
+        algorithm, replay = spear.train, spear.TurnBuffer(args)
     if saved:
         with usage_error(f"--out {folder}: "):
             policy.load_state_dicts(saved.of_agents)
@@ -335,7 +338,7 @@ def train_in(folder: Path, args: Args, saved, base, named, started: float, piece
     bar = progress_bar(args.total_updates, "training", initial=done)
     with causes_of_divergence(args), bar as recorder.bar:
         # The recorder wraps the world (`collect`) and the dense reward (`score`), to measure their times
-        rspo.train(policy, recorder, recorder, args, recorder.log_update, recorder.end_loop, done, replay)
+        algorithm(policy, recorder, recorder, args, recorder.log_update, recorder.end_loop, done, replay)
     if distributed.on_rank_0(lambda: log.of("evaluation")[-1]["update"] != args.total_updates):
         recorder.evaluate(args.total_updates)
     world.close()

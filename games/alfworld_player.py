@@ -1,10 +1,12 @@
-"""A scripted player of ALFWorld: notes for prompts, and demonstrations for the warm start.
+"""Scripted players of ALFWorld: notes for prompts, and demonstrations for the warm start.
 
 `Notebook` keeps notes of an episode. It reads only observations and admissible commands, so the notes may
 stand in prompts. The tiny model needs them: it sees one past turn and would not know where it has searched.
 
 `Walkthrough` plays the stored solution of a game as if it had to search: it visits wrong places first, and it
 repairs mistakes. It knows hidden facts, so it is used only for demonstrations.
+
+`Wanderer` has goals of its own, and never reads the task.
 
 The texts are parsed as alfworld 0.4 writes them.
 """
@@ -19,6 +21,7 @@ DETOURS = (0, 0, 1, 2, 3, 4, 6, 9)  # the number of wrong places to search first
 LISTING = re.compile(r"(?:On the (\S+ \d+)|The (\S+ \d+) is open\. In it), you see (.*)")
 CHANGES = re.compile(r"You (pick up|move|clean|heat|cool) the (\S+ \d+) (?:from|to|using) the (\S+ \d+)\.")
 STATE = {"clean": "clean", "heat": "hot", "cool": "cool"}
+APPLIANCES = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 
 
 class Notebook:
@@ -134,10 +137,10 @@ class Walkthrough:
         if verb == "take":
             if thing not in notes.contents.get(place, [thing]):  # some things are listed in two places
                 place = notes.place_of(thing) or place
-            return self._at(place, f"take {thing} from {place}", admissible)
+            return way_to(place, f"take {thing} from {place}", admissible)
         if verb == "use":
             place = notes.place_of(thing) or self.spots[self.done]
-        return self._at(place, self.plan[self.done], admissible)
+        return way_to(place, self.plan[self.done], admissible)
 
     def _parts(self, command: str) -> tuple[str, str, str]:
         """Split a command of the plan into (verb, thing, place). The place of "use" is ""."""
@@ -194,9 +197,72 @@ class Walkthrough:
                     return command
         return "look"
 
-    def _at(self, place: str, command: str, admissible: list[str]) -> str:
-        """Return the command, or the step that must come before it: open the place, or go to it."""
-        for step in (command, f"open {place}", f"go to {place}"):
-            if step in admissible:
+
+def way_to(place: str, command: str, admissible: list[str]) -> str:
+    """Return the command, or the step that must come before it: open the place, or go to it. Else "look"."""
+    for step in (command, f"open {place}", f"go to {place}"):
+        if step in admissible:
+            return step
+    return "look"
+
+
+class Wanderer:
+    """A player with a goal of its own: it takes a thing, may clean, heat or cool it, and moves it elsewhere.
+
+    It searches places in the order of the notes, and takes a thing from one of them. When the goal is reached
+    it draws another one. It uses no hidden fact.
+    """
+
+    def __init__(self, places: list[str], seed: str):
+        """Draw the first goal."""
+        self.places, self.rng = places, random.Random(seed)
+        self.thing = ""  # the thing that is or was held
+        self.last = ""  # the thing of the goal before, which it leaves alone
+        self._draw_goal()
+
+    def _draw_goal(self) -> None:
+        self.searches = self.rng.choice(DETOURS)  # places to search before a thing is taken
+        self.verb = self.rng.choice(["", *APPLIANCES])
+        self.targets = self.rng.sample(self.places, len(self.places))  # the first one that takes the thing
+
+    def next(self, notes: Notebook, admissible: list[str]) -> str:
+        """Return the command for the present state."""
+        if self.thing and not notes.held:  # the thing was put down
+            self.last, self.thing = self.thing, ""
+            self._draw_goal()
+        if not notes.held:
+            return self._search(notes, admissible)
+        if not self.thing:
+            self.thing = notes.held
+            if notes.here in self.targets:  # the thing was taken here
+                self.targets.remove(notes.here)
+        if self.verb and STATE[self.verb] not in notes.states.get(self.thing, ()):
+            appliances = [place for place in self.places if place.startswith(APPLIANCES[self.verb])]
+            if appliances:
+                command = f"{self.verb} {self.thing} with {appliances[0]}"
+                if command in admissible or notes.here != appliances[0]:
+                    return way_to(appliances[0], command, admissible)
+            self.verb = ""  # there is no such appliance, or it does not take the thing
+        while self.targets:
+            step = way_to(self.targets[0], f"move {self.thing} to {self.targets[0]}", admissible)
+            if step != "look":
                 return step
+            self.targets.pop(0)  # the place does not take the thing
         return "look"
+
+    def _search(self, notes: Notebook, admissible: list[str]) -> str:
+        """Return the next command of the search, or a command that takes a thing."""
+        things = []
+        for command in admissible:
+            if command.startswith("take ") and not command.startswith(f"take {self.last} from "):
+                things.append(command)
+        if things and self.searches <= 0:
+            return self.rng.choice(things)
+        for place in notes.places:
+            if place not in notes.contents and (step := way_to(place, "", admissible)) != "look":
+                self.searches -= not step.startswith("open ")
+                return step
+        if things:
+            return self.rng.choice(things)
+        full = [place for place, names in notes.contents.items() if names and place != notes.here]
+        return way_to(self.rng.choice(full), "", admissible) if full else "look"

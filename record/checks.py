@@ -348,7 +348,9 @@ TRAINING = """method k total_updates tasks_per_update group_size off_policy_frac
     buffer_source buffer_keep replay_strategy replay_unit
     clip_eps clip_centre max_centre kl_coef entropy_coef reward_scale invalid_penalty
     dense_reward reward_noise implicit_beta implicit_lr
-    gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip epochs minibatch_turns
+    gigpo_gamma gigpo_omega gigpo_std gamma gae_lambda value_clip
+    spear_weight spear_warmup spear_buffer spear_age spear_baseline_groups
+    spear_cov_share spear_cov_low spear_cov_high epochs minibatch_turns
     tokens_per_micro_batch max_grad_norm learning_rate critic_learning_rate weight_decay adam_beta1 adam_beta2
     gradient_checkpointing webshop_reward temperature eval_every warm_start warm_start_episodes
     warm_start_games faithful_share expert_share hesitation_share warm_start_turns warm_start_lr reward_model
@@ -393,6 +395,17 @@ READ_IF: list[tuple[str, Condition, str]] = [  # flags, when a run reads them, t
         reward_model_lr""",
         fits_reward_model,
         "with --method rspo or dense and without --reward_model",
+    ),
+    (
+        """spear_weight spear_warmup spear_buffer spear_age spear_baseline_groups
+        spear_cov_share spear_cov_low spear_cov_high""",
+        lambda args: args.method == "spear",
+        "with --method spear",
+    ),
+    (
+        "spear_cov_low spear_cov_high",
+        lambda args: args.spear_cov_share > 0,
+        "with --spear_cov_share above 0",
     ),
     ("gigpo_gamma gigpo_omega gigpo_std", lambda args: args.algo == "gigpo", "with --algo gigpo"),
     ("gamma gae_lambda value_clip critic_learning_rate", lambda args: args.algo == "ppo", "with --algo ppo"),

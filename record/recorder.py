@@ -127,7 +127,8 @@ class Recorder:
         self.phase = "training"  # the name that the bar shows
         self.seconds: dict[str, float] = defaultdict(float)  # by log key, since the last line
         self.transcribed: set[tuple[str, int]] = set()  # (agent, loop) whose first update is in transcripts
-        self.warned_of_centre = args.max_centre is not None  # such tokens are then left out
+        # Such tokens are left out with --max_centre, and clipped with SPEAR
+        self.warned_of_centre = args.max_centre is not None or args.method == "spear"
 
     def timed(self, phase: str, call: Callable):
         """Return call() and add its time to the next line's seconds_<phase>."""
@@ -213,9 +214,9 @@ class Recorder:
         for episode in transcripts.distinct(kept):
             self.transcribe(episode, agent, updates, loop)
         if agent == "policy" and self.replay is not None and updates % k == 0:
-            drawn = transcripts.one_of_each(self.replay.drawn)
-            for episode, age in zip(drawn, self.replay.ages(drawn, updates - 1), strict=True):
-                self.transcribe(episode, "replayed", updates, loop, age=age)
+            ages = {id(episode): age for episode, age in self.replay.drawn}
+            for episode in transcripts.one_of_each([episode for episode, _ in self.replay.drawn]):
+                self.transcribe(episode, "replayed", updates, loop, age=ages[id(episode)])
 
     def transcribe(self, episode: Trajectory, agent: str, updates: int, loop: int, **more) -> None:
         """Append an episode to transcripts.jsonl."""

@@ -81,6 +81,8 @@ ARMS = {
     "rspo": Arm("RSPO + GRPO", "--method rspo"),
     "rspo-gigpo": Arm("RSPO + GiGPO", "--method rspo --algo gigpo"),
     "rspo-ppo": Arm("RSPO + PPO", "--method rspo --algo ppo"),
+    "spear": Arm("SPEAR + GRPO", "--method spear"),
+    "spear-gigpo": Arm("SPEAR + GiGPO", "--method spear --algo gigpo"),
     "random": Arm("RSPO, random sampling", "--replay_strategy random"),
     "variance": Arm("RSPO, variance sampling", "--replay_strategy variance"),
     "rspo_h": Arm("RSPO_H (own history, no B)", "--method rspo_h"),
@@ -124,6 +126,8 @@ TABLE1 = (
             "rspo-gigpo": (90.4, 1.2),
             "ppo": (68.0, 7.5),
             "rspo-ppo": (76.6, 2.8),
+            "spear": (50.0, 2.1),
+            "spear-gigpo": (71.9, 4.3),
         },
     ),
     Paper(
@@ -135,6 +139,8 @@ TABLE1 = (
             "rspo-gigpo": (75.3, 3.9),
             "ppo": (57.3, 4.6),
             "rspo-ppo": (69.3, 6.6),
+            "spear": (46.1, 5.1),
+            "spear-gigpo": (44.5, 9.0),
         },
     ),
     Paper(
@@ -146,6 +152,8 @@ TABLE1 = (
             "rspo-gigpo": (95.3, 0.8),
             "ppo": (80.7, 3.7),
             "rspo-ppo": (83.1, 3.2),
+            "spear": (68.5, 7.1),
+            "spear-gigpo": (78.4, 4.0),
         },
     ),
     Paper(
@@ -157,6 +165,8 @@ TABLE1 = (
             "rspo-gigpo": (77.3, 3.1),
             "ppo": (70.6, 3.3),
             "rspo-ppo": (74.0, 4.4),
+            "spear": (61.5, 9.3),
+            "spear-gigpo": (67.7, 3.6),
         },
     ),
 )
@@ -164,12 +174,14 @@ WEBSHOP = "WebShop, 1.5B"
 
 EXPERIMENTS = {
     "table1": Experiment(
-        "Does RSPO help each estimator?",
-        ("grpo", "rspo", "gigpo", "rspo-gigpo", "ppo", "rspo-ppo"),
+        "Does RSPO help each estimator, and is it ahead of SPEAR?",
+        ("grpo", "rspo", "spear", "gigpo", "rspo-gigpo", "spear-gigpo", "ppo", "rspo-ppo"),
         (
             Claim("RSPO + GRPO is ahead of GRPO", "rspo", "grpo"),
             Claim("RSPO + GiGPO is ahead of GiGPO", "rspo-gigpo", "gigpo"),
             Claim("RSPO + PPO is ahead of PPO", "rspo-ppo", "ppo"),
+            Claim("RSPO + GRPO is ahead of SPEAR + GRPO", "rspo", "spear"),
+            Claim("RSPO + GiGPO is ahead of SPEAR + GiGPO", "rspo-gigpo", "spear-gigpo"),
         ),
         papers=TABLE1,
     ),

@@ -318,8 +318,8 @@ class Totals:
 
 
 def sum_tensor(values: Tensor) -> None:
-    """Replace a tensor on the CPU by its sum over the ranks."""
-    if world_size() > 1:
+    """Replace a tensor on the CPU by its sum over the ranks. An empty one is left alone."""
+    if world_size() > 1 and values.numel():
         with _collective():
             dist.all_reduce(values)
 

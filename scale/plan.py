@@ -493,6 +493,7 @@ def loop_size(args) -> dict[str, int]:
     buffer = args.buffer_groups * args.episodes_per_task if "collect" in args.buffer_sources else 0
     played = updates * update_episodes + buffer
     replayed = args.k * args.off_policy_episodes
+    imitated = args.k * args.spear_buffer if args.method == "spear" else 0
     turns = played * args.max_turns
     return {
         "loops": args.total_updates // args.k,
@@ -502,7 +503,7 @@ def loop_size(args) -> dict[str, int]:
         "turns": turns,
         "sampled tokens": turns * args.max_new_tokens,
         "prompt tokens": turns * args.max_prompt_tokens,
-        "trained turns": (played - buffer + replayed) * args.max_turns,
+        "trained turns": (played - buffer + replayed) * args.max_turns + imitated,
     }
 
 

@@ -257,8 +257,12 @@ def test_a_draw_reports_the_age_of_its_episodes_in_updates_of_a():
         "replay_age_mean": 3.0,
         "replay_age_max": 4,
     }
-    assert buffer.draw_metrics([], 7) == {}
-    assert sorted(buffer.ages(buffer.drawn, 7)) == [1, 4, 4]  # of the last sample
+    assert sorted((episode.task_id, age) for episode, age in buffer.drawn) == [
+        ("new", 1),
+        ("old", 4),
+        ("old", 4),
+    ]
+    assert buffer.draw_metrics([], 7) == {} and buffer.drawn == []
 
 
 # Units and age

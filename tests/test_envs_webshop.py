@@ -17,6 +17,7 @@ from chat import Dialogue, parse_action, reply_text
 from dense.shaped import WithProgress
 from envs import Corpus, WebShop
 from games import webshop
+from games.webshop_player import query
 
 SHOP = ROOT.parent / "shared" / "data" / "webshop"
 needs_packages = pytest.mark.skipif(
@@ -348,6 +349,20 @@ def test_the_scripted_customer_solves_every_goal_of_the_toy_shop(toy):
 
 
 @needs_packages
+def test_the_wandering_customer_has_read_another_training_goal(toy):
+    env = WebShop(toy)
+    view = env.reset("test", 0)
+    queries = {env.wandering_expert(f"goal {i}") for i in range(20)}
+    own = env.searching_expert()
+    training = [
+        env.shop.goals[i].instruction_text
+        for i in range(*WebShop.ranges["train"].indices(len(env.shop.goals)))
+    ]
+    assert {f"search[{query(text)}]" for text in training} >= queries
+    assert len(queries - {own}) > 1 and env.wandering_expert("goal 3") == env.wandering_expert("goal 3")
+    assert env.step(own).task == view.task  # the page keeps its instruction
+
+
 def test_the_error_names_all_missing_files_and_their_source(tmp_path):
     with pytest.raises(ValueError) as caught:
         WebShop(str(tmp_path))

@@ -52,7 +52,7 @@ def saved_run(folder, **values):
         ("--k", "--k", "needs a value; give --k INT"),
         ("--clip_eps a", "--clip_eps a", "must be a number"),
         ("--off_policy_fraction 1/0", "--off_policy_fraction 1/0", "must be a number"),
-        ("--method sft", "--method sft", "must be one of rspo, outcome, dense, rspo_h, rspo_o"),
+        ("--method sft", "--method sft", "must be one of rspo, outcome, dense, rspo_h, rspo_o, spear"),
         ("--autocast yes", "--autocast yes", "must be one of True, False"),
         ("--eval_splits", "--eval_splits", "needs a value; give --eval_splits TEXT"),
         ("--preset paper", "--preset paper", "must be one of paper-alfworld, paper-webshop"),

@@ -17,6 +17,7 @@ ORDER = [
     "batch",
     "scale.shared_prompts",
     "rspo",
+    "baselines.spear",
     "games.household",
     "games.webshop_search",
     "games.webshop",
@@ -82,7 +83,7 @@ ORDER = [
     "reproduce.figure",
     "reproduce.__main__",
 ]
-FOLDERS = ["games", "dense", "scale", "demo", "record", "bench", "reproduce"]
+FOLDERS = ["baselines", "games", "dense", "scale", "demo", "record", "bench", "reproduce"]
 METHOD = ["losses", "config", "buffer", "batch", "rspo", "reward_model", "chat", "model", "policy", "sampler"]
 HEAVY = {
     "transformers",

@@ -264,6 +264,7 @@ def test_a_run_that_diverges_ends_with_a_message(first_run, tmp_path, capsys, mo
     [
         {"method": "rspo", "algo": "ppo", "lora_rank": 2},
         {"method": "rspo_h", "algo": "gigpo", "context": "full"},
+        {"method": "spear", "algo": "gigpo", "context": "full", "lora_rank": 2, "spear_buffer": 4},
         {"dense_reward": "implicit", "lora_rank": 2},
         {"dense_reward": "implicit", "algo": "ppo", "method": "dense"},
         {"dense_reward": "shaped", "buffer_source": "both", "buffer_keep": 9, "env_workers": 1},

@@ -1,12 +1,12 @@
-"""Tests of ALFWorld's scripted player: the notebook on literal texts, the walkthrough in a small stand-in for
-ALFWorld and in real games."""
+"""Tests of ALFWorld's scripted players: the notebook and the wanderer on literal texts, the walkthrough in a
+small stand-in for ALFWorld, and both players in real games."""
 
 import random
 
 import pytest
 
 from envs import AlfWorld
-from games.alfworld_player import NOTHING, Notebook, Walkthrough
+from games.alfworld_player import NOTHING, Notebook, Walkthrough, Wanderer
 
 BASICS = ["help", "inventory", "look"]
 
@@ -459,3 +459,72 @@ def test_the_walkthrough_wins_sixty_games_even_with_mistakes(sixty_games):
     assert len(env.games["train"]) == len(straight) == len(stumbling) == 60
     assert max(straight.values()) <= 24 and max(stumbling.values()) <= 40
     assert len(stumbling_more) >= 54  # it wins 56; in the others the player cannot put down a wrong thing
+
+
+# --- The wanderer -------------------------------------------------------------------------------------------
+
+
+def test_the_wanderer_takes_a_thing_cleans_it_and_moves_it_elsewhere():
+    notes = notebook(places=("desk 1", "shelf 1", "sinkbasin 1"))
+    ways = ["go to desk 1", "go to shelf 1", "go to sinkbasin 1", *BASICS]
+    wanderer = Wanderer(notes.places, "any")
+    wanderer.searches, wanderer.verb, wanderer.targets = 0, "clean", ["desk 1", "shelf 1"]
+    turns = [  # the answer of the game, further admissible commands, the wanderer's command
+        ("You arrive at desk 1. On the desk 1, you see a mug 1.", "take mug 1 from desk 1", None),
+        ("You pick up the mug 1 from the desk 1.", "move mug 1 to desk 1", "go to sinkbasin 1"),
+        ("You arrive at sinkbasin 1.", "clean mug 1 with sinkbasin 1", None),
+        ("You clean the mug 1 using the sinkbasin 1.", "move mug 1 to sinkbasin 1", "go to shelf 1"),
+        ("You arrive at shelf 1. On the shelf 1, you see nothing.", "move mug 1 to shelf 1", None),
+    ]
+    for text, more, expected in turns:
+        notes.read(text, [*ways, more])
+        assert wanderer.next(notes, [*ways, more]) == (expected or more)
+
+
+def test_the_wanderer_leaves_the_thing_alone_that_it_has_put_down():
+    notes = notebook(places=("desk 1", "shelf 1"))
+    ways = ["go to desk 1", *BASICS]
+    wanderer = Wanderer(notes.places, "any")
+    wanderer.thing = "mug 1"
+    notes.read("You move the mug 1 to the shelf 1.", [*ways, "take mug 1 from shelf 1"])
+    assert wanderer.next(notes, [*ways, "take mug 1 from shelf 1"]) == "go to desk 1"  # not searched yet
+    assert (wanderer.thing, wanderer.last) == ("", "mug 1")
+
+
+def test_the_wanderer_carries_on_where_a_thing_cannot_be_heated():
+    notes = notebook(places=("desk 1", "microwave 1"))
+    notes.read("You pick up the book 1 from the desk 1.", [])
+    notes.read("You arrive at microwave 1.", [])
+    wanderer = Wanderer(notes.places, "any")
+    wanderer.thing, wanderer.verb, wanderer.targets = "book 1", "heat", ["desk 1"]
+    assert wanderer.next(notes, ["go to desk 1", "open microwave 1", *BASICS]) == "go to desk 1"
+
+
+def test_a_wanderer_without_a_place_for_its_thing_looks_around():
+    notes = notebook(places=("desk 1",))
+    notes.read("You pick up the book 1 from the desk 1.", [])
+    wanderer = Wanderer(notes.places, "any")
+    wanderer.verb, wanderer.targets = "", []
+    assert wanderer.next(notes, ["go to desk 1", *BASICS]) == "look"
+
+
+def wander(env: AlfWorld, index: int, seed: str) -> list[str]:
+    """Return the wanderer's commands in 50 turns of a game, or fewer if it is won by chance."""
+    view, commands = env.reset("train", index), []
+    while len(commands) < 50 and not view.done:
+        command = env.wandering_expert(seed)
+        assert command in view.admissible
+        commands.append(command)
+        view = env.step(command)
+        assert view.observation != NOTHING
+    return commands
+
+
+@pytest.mark.slow
+def test_the_wanderer_moves_things_in_real_games_by_its_seed(few_games):
+    env = AlfWorld(few_games)
+    games = [wander(env, index, "one") for index in range(6)]
+    assert [wander(env, index, "one") for index in range(6)] == games
+    assert [wander(env, index, "two") for index in range(6)] != games
+    moved = [sum(command.startswith("move ") for command in commands) for commands in games]
+    assert sum(moved) >= 6  # about one per ten turns

@@ -121,6 +121,7 @@ def story(folder):
         "--method rspo --replay_unit group --replay_strategy random --context full",
         "--method rspo --buffer_source both --buffer_keep 8 --replay_strategy positive --algo gigpo",
         "--method dense --reward_noise 0.3",
+        "--method spear --spear_buffer 8 --algo gigpo",
         "--dense_reward novelty --reward_noise 0.3",
     ],
 )

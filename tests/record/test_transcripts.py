@@ -73,7 +73,7 @@ def test_a_loop_keeps_first_misjudged_and_replayed_episodes(tmp_path):
     solved.steps[0].log_centre, solved.steps[0].log_ratio = 0.123456, -0.25
     replay.add([Group("t", [solved])], update=0)
     for update in (1, 2):
-        replay.sample(1)
+        replay.draw_metrics(replay.sample(1), update - 1)
         recorder.log_update("policy", [Group("t", [played(False, None)])], {"replayed_episodes": 1}, update)
     log.close()
     recorder.bar.close()

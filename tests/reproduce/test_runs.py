@@ -191,9 +191,9 @@ def test_seeds_share_flags_and_differ_in_the_seed(tmp_path):
 
 
 def test_experiments_share_their_common_arms(tmp_path):
-    # table1 has 6 arms, states 2 of them; a preparing run for the one seed
+    # table1 has 8 arms, states 2 of them; a preparing run for the one seed
     plan = plan_runs([EXPERIMENTS["table1"], EXPERIMENTS["states"]], [], [0], tmp_path)
-    assert len(with_preparing_runs(plan)) == 7
+    assert len(with_preparing_runs(plan)) == 9
 
 
 def test_a_preparing_run_has_the_start_of_its_arms(tmp_path):

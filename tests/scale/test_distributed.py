@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import rspo
+from baselines import spear
 from batch import gather_columns, rows_of
 from buffer import Group, ReplayBuffer, Step, StopReason, Trajectory
 from config import Config
@@ -181,6 +182,23 @@ def algorithm_1(episodes):
     ]
 
 
+def self_imitation(episodes):
+    """Run four updates of SPEAR. Return its log, its last buffer and its weights."""
+    lines, states = [], []
+    options = dict(method="spear", total_updates=4, spear_buffer=4, spear_warmup=1, spear_cov_low=-1.0)
+    config, policy = config_of("gigpo", **options, minibatch_turns=12), agent(1e-3)
+    spear.train(
+        policy,
+        toy_world(config.episodes_per_task),
+        None,
+        config,
+        lambda _, groups, metrics, updates: lines.append((without_times(metrics), updates)),
+        lambda updates, replay: states.append(replay.state_dict()),
+    )
+    check_alike([policy.logits])
+    return lines, states[-1], policy.logits.tolist()
+
+
 class Reader(nn.Module):
     """A backbone that counts the rows it reads."""
 
@@ -277,7 +295,7 @@ def exchanges(episodes):
 
 
 SCENES = [gradients, many_steps, near_tokens, uneven, played, replay, algorithm_1, dense_scores, columns]
-SCENES += [supervised, exchanges, implicit]
+SCENES += [supervised, exchanges, implicit, self_imitation]
 
 
 def loss(folder):
@@ -419,6 +437,7 @@ def close(one, other, path=""):
         "played",
         "replay",
         "algorithm_1",
+        "self_imitation",
         "columns",
         "supervised",
         "implicit",
@@ -439,6 +458,12 @@ def test_the_compared_gradients_are_not_zero(one_process):
     assert one_process[1]["near_tokens"][1]["centre_dropped"] == pytest.approx(
         2 / 3
     )  # turns 1 and 3 of three
+
+
+def test_the_compared_run_of_spear_imitates_and_drops(one_process):
+    metrics = [metrics for metrics, _ in one_process[1]["self_imitation"][0]]
+    assert sum(line.get("spear_turns", 0) for line in metrics) >= 4
+    assert any(0 < line.get("spear_dropped", 0) < 1 for line in metrics)
 
 
 @pytest.mark.slow

@@ -165,6 +165,9 @@ def test_a_loop_of_the_paper_by_hand():
     }
     cheap = plan.loop_size(args_of(*PAPER, "--buffer_source", "phase1"))
     assert cheap["episodes"] == 6 * 14 * 8  # B plays no tasks for the buffer
+    spear = plan.loop_size(args_of(*PAPER, "--method", "spear", "--spear_buffer", "256"))
+    # 3 updates on 16 tasks of 8 episodes of 50 turns, each with at most 256 imitated turns
+    assert (spear["episodes"], spear["trained turns"]) == (384, 384 * 50 + 3 * 256)
     ppo = plan.loop_size(args_of(*PAPER, "--algo", "ppo", "--method", "outcome"))
     assert (ppo["updates"], ppo["episodes"], ppo["replayed episodes"]) == (3, 3 * 128, 0)
 

@@ -1,0 +1,1 @@
+"""Methods to compare RSPO with that are not in rspo.py: SPEAR."""
