@@ -175,7 +175,7 @@ class ReplayBuffer:
         self._entries: list[_Entry] = []
         self._groups_seen = 0
         self._random = random.Random(seed)
-        self.drawn: list[tuple[Trajectory, int]] = []  # the last draw's episodes and their ages
+        self.last_draw: list[tuple[Trajectory, int]] = []  # the last draw's episodes and their ages
 
     def __len__(self) -> int:
         """Count the episodes in the buffer."""
@@ -259,7 +259,7 @@ class ReplayBuffer:
         """
         played = {id(episode): entry.update for entry in self._entries for episode in entry.trajectories}
         ages = [update - played[id(episode)] for episode in drawn]
-        self.drawn = list(zip(drawn, ages, strict=True))
+        self.last_draw = list(zip(drawn, ages, strict=True))
         if not drawn:
             return {}
         return {"buffer_episodes": len(self), "replay_age_mean": fmean(ages), "replay_age_max": max(ages)}

@@ -116,7 +116,7 @@ class Recorder:
         """`dense_reward` is None if the method needs none. `started` is the run's time 0 (perf_counter).
 
         identity: fingerprints of the models that the checkpoints do not contain (record/identity.py).
-        replay: the buffer that A's updates draw from, to show the replayed episodes.
+        replay: the buffer that A's updates draw from. Episodes of a ReplayBuffer are transcribed.
         """
         self.replay = replay
         self.identity = identity
@@ -213,9 +213,9 @@ class Recorder:
             kept += transcripts.misjudged(episodes)
         for episode in transcripts.distinct(kept):
             self.transcribe(episode, agent, updates, loop)
-        if agent == "policy" and self.replay is not None and updates % k == 0:
-            ages = {id(episode): age for episode, age in self.replay.drawn}
-            for episode in transcripts.one_of_each([episode for episode, _ in self.replay.drawn]):
+        if agent == "policy" and isinstance(self.replay, ReplayBuffer) and updates % k == 0:
+            ages = {id(episode): age for episode, age in self.replay.last_draw}
+            for episode in transcripts.one_of_each([episode for episode, _ in self.replay.last_draw]):
                 self.transcribe(episode, "replayed", updates, loop, age=ages[id(episode)])
 
     def transcribe(self, episode: Trajectory, agent: str, updates: int, loop: int, **more) -> None:

@@ -257,12 +257,12 @@ def test_a_draw_reports_the_age_of_its_episodes_in_updates_of_a():
         "replay_age_mean": 3.0,
         "replay_age_max": 4,
     }
-    assert sorted((episode.task_id, age) for episode, age in buffer.drawn) == [
+    assert sorted((episode.task_id, age) for episode, age in buffer.last_draw) == [
         ("new", 1),
         ("old", 4),
         ("old", 4),
     ]
-    assert buffer.draw_metrics([], 7) == {} and buffer.drawn == []
+    assert buffer.draw_metrics([], 7) == {} and buffer.last_draw == []
 
 
 # Units and age
