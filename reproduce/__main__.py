@@ -23,6 +23,7 @@ from record.checkpoint import write_text
 from reproduce import figure, tables
 from reproduce.arms import EXPERIMENTS, STARTS, Experiment
 from reproduce.markdown import markdown
+from reproduce.reuse import Known, is_known, read_known
 from reproduce.runs import (
     Plan,
     check_same,
@@ -73,6 +74,14 @@ def parser() -> argparse.ArgumentParser:
     papers = [name for name in PRESETS if name.startswith("paper")]
     parser.add_argument("--preset", choices=papers, help="preset of train.py, in place of --env")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce"), help="folder [runs/reproduce]")
+    parser.add_argument(
+        "--reuse",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="NAME.json of earlier calls; the runs that they hold are not trained again",
+    )
     parser.add_argument("--processes", type=int, help="runs at the same time [one per core; with --preset 1]")
     return parser
 
@@ -144,11 +153,11 @@ def experiments_at(scale: list[str], quick: bool, starts: list[str]) -> dict[str
 
 
 def write_results(
-    experiments: dict[str, Experiment], plan: Plan, seeds: list[int], folder: Path, command: str
+    experiments: dict[str, Experiment], plan: Plan, seeds: list[int], folder: Path, command: str, known: Known
 ) -> None:
     """Write the tables and the figure of every experiment."""
     for name, experiment in experiments.items():
-        report = tables.report_of(name, experiment, plan, seeds, command)
+        report = tables.report_of(name, experiment, plan, seeds, command, known)
         write_text(folder / f"{name}.json", json.dumps(report, indent=1) + "\n")
         write_text(folder / f"{name}.md", markdown(report))
         figure.draw(report, folder / f"{name}.png")
@@ -186,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
             list_experiments(experiments, scale, read_seeds(args.seeds))
             return 0
         experiments, seeds, folder, plan = plan_of(args, more)
-        runs = with_preparing_runs(plan)
+        known = read_known(args.reuse, plan, list(experiments.values()))
+        runs = with_preparing_runs({key: run for key, run in plan.items() if not is_known(key, plan, known)})
         for run in runs:
             check_same(run)
     except UsageError as error:
@@ -199,11 +209,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         failed = run_all(runs, args.processes)
     except KeyboardInterrupt:
-        if any(run.finished for run in plan.values()):
-            write_results(experiments, plan, seeds, folder, command)
+        if known or any(run.finished for run in plan.values()):
+            write_results(experiments, plan, seeds, folder, command, known)
         print(f"stopped; continue with: {command}", file=sys.stderr)
         return 130
-    write_results(experiments, plan, seeds, folder, command)
+    write_results(experiments, plan, seeds, folder, command, known)
     if failed:
         names = ", ".join(run.name for run in failed)
         print(f"error: {len(failed)} runs failed ({names}); {command} tries them again", file=sys.stderr)

@@ -151,19 +151,24 @@ def check_same(run: Run) -> None:
     path = run.folder / "config.json"
     if not path.is_file():
         return
-    present, wanted = json.loads(path.read_text()), json.loads(config_text(run.args))
-    if wanted.keys() - present.keys():  # an older version wrote it: these flags had their defaults
-        defaults = config_text(read_quietly(["--config", str(path)]))
-        present = json.loads(defaults) | present
+    present = json.loads(path.read_text())
+    if json.loads(config_text(run.args)).keys() - present.keys():  # an older version wrote it
+        present = json.loads(config_text(read_quietly(["--config", str(path)]))) | present
+    if changes := changes_of(present, run.args):
+        remedy = "give another --out, or remove the folder"
+        raise UsageError(f"--out: {run.folder} holds a run with {'; '.join(changes[:3])}; {remedy}")
+
+
+def changes_of(present: dict, args: Args) -> list[str]:
+    """Describe the flags of a config.json that differ from `args` and can change a result."""
+    wanted = json.loads(config_text(args))
     free = WHEN_RESUMED.replace("--", "").split()
     changes = []
     for name in sorted(present.keys() | wanted.keys()):
-        important = name not in free or name == "total_updates"
+        important = name not in free or name in ("total_updates", "eval_every")
         if important and present.get(name) != wanted.get(name):
             changes.append(f"{name} {present.get(name)}, not {wanted.get(name)}")
-    if changes:
-        remedy = "give another --out, or remove the folder"
-        raise UsageError(f"--out: {run.folder} holds a run with {'; '.join(changes[:3])}; {remedy}")
+    return changes
 
 
 def make_folder(run: Run) -> None:

@@ -26,6 +26,7 @@ from flags import config_text
 from record.log import read_lines
 from record.metrics import mean
 from reproduce.arms import ARMS, STARTS, Claim, Experiment
+from reproduce.reuse import Known, is_known
 from reproduce.runs import Plan, Run
 
 AXES = {"updates": "update", "episodes": "environment_episodes"}  # axis: key of the log
@@ -164,6 +165,9 @@ def of_seed(result: Result, split: str, training: tuple[str, ...]) -> dict:
         },
         "seconds": result.lines[-1]["seconds_elapsed"],
         "folder": str(result.run.folder),
+        "commit": str(result.facts["commit"]),
+        "machine": result.facts["machine"],
+        "torch": str(result.facts["versions"]["torch"]),
     }
 
 
@@ -176,11 +180,24 @@ def points_of(seed: dict, axis: str) -> Curve:
 # --- the report ---------------------------------------------------------------------------------------------
 
 
-def report_of(name: str, experiment: Experiment, plan: Plan, seeds: list[int], command: str) -> dict:
-    """Return the tables of an experiment as a dictionary. Unfinished runs are listed as missing."""
+def report_of(
+    name: str, experiment: Experiment, plan: Plan, seeds: list[int], command: str, known: Known | None = None
+) -> dict:
+    """Return the tables of an experiment as a dictionary. Unfinished runs are listed as missing.
+
+    known: runs of earlier calls. A run that has finished in this call's folder comes before a known one.
+    """
+    known = known or {}
     results = results_of(plan)
     mine = [(start, arm, seed) for start in experiment.starts for arm in experiment.arms for seed in seeds]
-    facts = [results[key].facts for key in mine if key in results]
+    sections = []
+    for start in experiment.starts:
+        splits = plan[start, experiment.arms[0], seeds[0]].args.eval_splits
+        for split in splits:
+            sections.append(section_of(experiment, plan, results, known, start, split, seeds))
+    described = [
+        seed for section in sections for arm in section["arms"].values() for seed in arm["seeds"].values()
+    ]
     report = {
         "name": name,
         "question": experiment.question,
@@ -189,22 +206,20 @@ def report_of(name: str, experiment: Experiment, plan: Plan, seeds: list[int], c
         "rule": RULE,
         "paper_says": experiment.paper_says,
         "papers": {paper.where: paper.success for paper in experiment.papers},
-        "missing": [plan[key].name for key in mine if key not in results],
-        "commits": sorted({str(fact["commit"]) for fact in facts}),
-        "machines": sorted({fact["machine"] for fact in facts}),
-        "torch": sorted({str(fact["versions"]["torch"]) for fact in facts}),
-        "sections": [],
+        "missing": [plan[key].name for key in mine if key not in results and not is_known(key, plan, known)],
+        "commits": sorted({seed["commit"] for seed in described}),
+        "machines": sorted({seed["machine"] for seed in described}),
+        "torch": sorted({seed["torch"] for seed in described}),
+        "sections": sections,
     }
-    for start in experiment.starts:
-        splits = plan[start, experiment.arms[0], seeds[0]].args.eval_splits
-        for split in splits:
-            report["sections"].append(section_of(experiment, plan, results, start, split, seeds))
     if experiment.leads:
         report["leads"] = leads_of(experiment.leads, report["sections"])
     return report
 
 
-def section_of(experiment: Experiment, plan: Plan, results, start: str, split: str, seeds: list[int]) -> dict:
+def section_of(
+    experiment: Experiment, plan: Plan, results, known: Known, start: str, split: str, seeds: list[int]
+) -> dict:
     """Return the arms and the claims of one start, on one split of held-out games."""
     arms = {}
     for arm in experiment.arms:
@@ -212,6 +227,8 @@ def section_of(experiment: Experiment, plan: Plan, results, start: str, split: s
         for seed in seeds:
             if (start, arm, seed) in results:
                 found[str(seed)] = of_seed(results[start, arm, seed], split, experiment.training)
+            elif (start, arm, seed, split) in known:
+                found[str(seed)] = known[start, arm, seed, split]
         args = plan[start, arm, seeds[0]].args
         arms[arm] = {"title": ARMS[arm].title, "flags": ARMS[arm].flags, "seeds": found}
         arms[arm]["config"] = json.loads(config_text(args))

@@ -78,6 +78,7 @@ ORDER = [
     "bench.gpu_check",
     "reproduce.arms",
     "reproduce.runs",
+    "reproduce.reuse",
     "reproduce.tables",
     "reproduce.markdown",
     "reproduce.figure",

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flags import prepare
+from flags import UsageError, prepare
 from reproduce import tables
 from reproduce.arms import Claim, Experiment, Paper
 from reproduce.figure import draw
 from reproduce.markdown import difference_text, markdown
+from reproduce.reuse import is_known, read_known
 from reproduce.runs import Run
 from reproduce.tables import area, cut, difference, end, last_three, quantile
 
@@ -187,6 +188,56 @@ def test_a_missing_run_is_named_and_its_seed_is_not_compared(tmp_path):
     found = report["sections"][0]["claims"][0]["axes"]["updates"]["end"]
     assert found["differences"] == pytest.approx([20.0, 22.0])
     assert "**Missing runs: default/grpo-s1.**" in markdown(report)
+
+
+def test_a_known_run_counts_like_one_of_this_call(tmp_path):
+    report = report_of(tmp_path / "first")
+    (tmp_path / "table1.json").write_text(json.dumps(report))
+    plan = plan_of(tmp_path / "second")  # has no runs
+    known = read_known([tmp_path / "table1.json"], plan, [TWO_ARMS])
+    assert len(known) == 6 and all(is_known(key, plan, known) for key in plan)
+    again = tables.report_of("table1", TWO_ARMS, plan, SEEDS, report["command"], known)
+    assert json.dumps(again) == json.dumps(report)
+
+
+def test_a_known_run_without_a_needed_training_curve_is_trained(tmp_path):
+    (tmp_path / "table1.json").write_text(json.dumps(report_of(tmp_path)))
+    experiment = dataclasses.replace(TWO_ARMS, training=("repeated_states_per_episode",))
+    assert read_known([tmp_path / "table1.json"], plan_of(tmp_path), [experiment]) == {}
+
+
+def test_known_runs_with_other_flags_are_refused(tmp_path):
+    (tmp_path / "table1.json").write_text(json.dumps(report_of(tmp_path)))
+    plan = plan_of(tmp_path)
+    run = plan["default", "rspo", 1]
+    plan["default", "rspo", 1] = dataclasses.replace(run, args=dataclasses.replace(run.args, clip_eps=0.3))
+    with pytest.raises(UsageError, match="holds runs of rspo with clip_eps 0.2, not 0.3; leave it out"):
+        read_known([tmp_path / "table1.json"], plan, [TWO_ARMS])
+
+
+def test_flags_that_a_known_run_of_an_older_version_lacks_had_their_defaults(tmp_path):
+    report = json.loads(json.dumps(report_of(tmp_path)))
+    for arm in report["sections"][0]["arms"].values():
+        del arm["config"]["faithful_share"], arm["config"]["spear_age"]
+    (tmp_path / "old.json").write_text(json.dumps(report))
+    assert len(read_known([tmp_path / "old.json"], plan_of(tmp_path), [TWO_ARMS])) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file or directory; give a NAME.json"),
+        ("{", "is no NAME.json of reproduce"),
+        ("[1]", "is no NAME.json of reproduce"),
+        ('{"sections": [{"arms": {"rspo": {"seeds": {"0": {}}}}}]}', "or of an old version; leave it out"),
+    ],
+)
+def test_a_file_that_holds_no_results_is_refused(text, message, tmp_path):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_known([path], plan_of(tmp_path), [TWO_ARMS])
 
 
 def test_without_any_run_there_is_a_report_without_numbers(tmp_path):
