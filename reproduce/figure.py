@@ -29,15 +29,20 @@ def draw(report: dict, path: Path) -> None:
     columns = len(AXES) + len(training)
     rows = len(sections) + ("leads" in report)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.5 * columns, 3.6 * rows), squeeze=False, layout="constrained"
+        rows, columns, figsize=(4.5 * columns + 2, 3.6 * rows), squeeze=False, layout="constrained"
     )
+    for ax in axes[: len(sections)].flat:
+        ax.set_prop_cycle(
+            color=pyplot.colormaps["tab20" if len(finished_arms(sections[0])) > 10 else "tab10"].colors
+        )
     for section, row in zip(sections, axes, strict=False):
         for ax, axis in zip(row, AXES, strict=False):
             draw_success(ax, section, axis)
         for ax, key in zip(row[len(AXES) :], training, strict=True):
             draw_training(ax, section, key)
-        row[0].legend(fontsize=7)
         row[0].set_title(f"start: {section['start']}, games of {section['split']}", fontsize=9)
+    lines, titles = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, titles, loc="outside right upper", fontsize=8)
     if "leads" in report:
         draw_leads(axes[-1][0], report["leads"])
         for ax in axes[-1][1:]:
