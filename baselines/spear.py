@@ -59,8 +59,8 @@ def tokens_to_drop(
 ) -> list[int]:
     """Return the places of the tokens whose gradient is dropped: a random `spear_cov_share` of the N tokens.
 
-    They are drawn from the tokens with spear_cov_low < Cov < spear_cov_high that the clip leaves a gradient,
-    r <= 1 + eps. At least one token is drawn if there is one, unless the share is 0.
+    The candidates are the tokens with spear_cov_low < Cov < spear_cov_high and r <= 1 + eps: the clip leaves
+    these a gradient. If the share is above 0 and there are candidates, at least one is sampled.
     """
     if not config.spear_cov_share:
         return []
@@ -130,9 +130,9 @@ class TurnBuffer:
     def draw(self, update: int, rng: random.Random) -> tuple[list[Trajectory], dict[str, float]]:
         """Return the turns to imitate in A's update number `update`, from 0, and metrics of the draw.
 
-        If `spear_buffer` turns have A~ = R - P50 > 0, so many of them are drawn at random, and the buffer is
-        emptied. Their steps have A~ as advantage. With fewer turns, nothing is drawn. Turns that are older
-        than `spear_age` leave the buffer first.
+        First, turns that are older than `spear_age` leave the buffer. If at least `spear_buffer` of the turns
+        left have A~ = R - P50 > 0, `spear_buffer` of these are sampled, and the buffer is emptied. The
+        sampled steps have A~ as advantage. With fewer such turns, nothing is sampled.
         """
         self.episodes = [kept for kept in self.episodes if update - kept.update <= self.config.spear_age]
         if not self.group_means:

@@ -58,8 +58,8 @@ class ImplicitReward:
     def step_scores(self, episodes: list[Trajectory]) -> tuple[list[list[float]], list[list[Row]]]:
         """Return r_t of each step of each episode, and the rows of each episode.
 
-        Equal rows are read once. Read in different batches, they could differ by rounding, and dividing by a
-        group's tiny standard deviation would turn that difference into large advantages.
+        Equal rows are scored once. The scores of equal rows in two batches could differ by rounding, and the
+        division by a group's tiny standard deviation would turn that difference into large advantages.
         """
         rows = [rows_of(episode) for episode in episodes]
         distinct = {_content(row): row for row in itertools.chain(*rows)}

@@ -76,11 +76,12 @@ def places_of(run: Run) -> list[Place]:
 
 
 def ranking(places: list[Place]) -> list[Place]:
-    """Order the places by importance: what comes late is left out if the page is full.
+    """Order the places by importance. If the page is full, the last ones are left out.
 
-    In turns, every agent gives a solved and an unsolved episode of each stage. Of B's episodes, those come
-    first whose dense reward and outcome disagree most: solved with a low reward, not solved with a high one.
-    Of the others, those come first that are nearest to the start, the middle or the end of the run.
+    There is a pile of episodes for each agent, each stage, and solved or unsolved. The order takes one episode
+    from each pile in turn. A pile of B begins with the episodes whose dense reward and outcome disagree most:
+    solved with a low reward, or unsolved with a high one. The other piles begin with the episodes nearest to
+    the start, the middle or the end of the run.
     """
     last = max((place.update for place in places), default=0)
     piles: dict[tuple, list[Place]] = {}
@@ -100,7 +101,7 @@ def ranking(places: list[Place]) -> list[Place]:
 
 
 def for_page(episode: dict, place: Place) -> dict:
-    """Return what the viewer shows of a transcript. Numbers are rounded, values that are unknown left out."""
+    """Return what the viewer shows of a transcript. Numbers are rounded. Unknown values are left out."""
     dense = dense_reward_of(episode)
     texts = ("observation", "reply", "action")
     steps = [{**step, **{name: str(step.get(name, "")) for name in texts}} for step in episode["steps"]]

@@ -224,7 +224,7 @@ class Recorder:
         self.log.write_transcript(transcripts.transcript(episode, self.policy.chat.decode, **about))
 
     def evaluate(self, updates: int) -> None:
-        """Play the panel of every split and log it. The progress bar says so meanwhile."""
+        """Play the panel of every split and log it. The progress bar shows this phase."""
         before = self.phase
         for split in self.args.eval_splits:
             if self.bar is not None:
