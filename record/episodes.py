@@ -78,10 +78,10 @@ def places_of(run: Run) -> list[Place]:
 def ranking(places: list[Place]) -> list[Place]:
     """Order the places by importance. If the page is full, the last ones are left out.
 
-    There is a pile of episodes for each agent, each stage, and solved or unsolved. The order takes one episode
-    from each pile in turn. A pile of B begins with the episodes whose dense reward and outcome disagree most:
-    solved with a low reward, or unsolved with a high one. The other piles begin with the episodes nearest to
-    the start, the middle or the end of the run.
+    There is a pile of episodes for each agent and stage, and for solved and unsolved ones. The order takes
+    one episode from each pile in turn. A pile of B begins with the episodes whose dense reward and outcome
+    disagree most: solved with a low reward, or unsolved with a high one. The other piles begin with the
+    episodes nearest to the start, the middle or the end of the run.
     """
     last = max((place.update for place in places), default=0)
     piles: dict[tuple, list[Place]] = {}
