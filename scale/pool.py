@@ -129,7 +129,8 @@ class _Worker:
         self.connection, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", WORKER, str(theirs.fileno())],
+                # -u: what an engine prints is not lost in a buffer if the worker is killed
+                [sys.executable, "-u", "-c", WORKER, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # engines print to standard error: standard output belongs to the caller
