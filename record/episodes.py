@@ -61,7 +61,9 @@ def places_of(run: Run) -> list[Place]:
     places = []
     for offset, episode in readable_lines(run.folder / "transcripts.jsonl", run.damaged):
         update, steps, outcome = number(episode.get("update")), episode.get("steps"), episode.get("outcome")
-        whole = episode.get("agent") in AGENTS and update is not None and number(outcome) is not None
+        texts = [episode.get("agent"), episode.get("task_type") or ""]
+        known = all(isinstance(text, str) for text in texts) and texts[0] in AGENTS
+        whole = known and update is not None and number(outcome) is not None
         if not (whole and isinstance(steps, list) and all(isinstance(step, dict) for step in steps)):
             run.damaged["transcripts.jsonl"] += 1
             continue

@@ -27,6 +27,12 @@ JSON_FILES = (
     "tokenizer_config.json",
 )
 COPY = "copy it again, or give another folder"
+FLOATS = (
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+)  # the types of weights that are not quantized, as safetensors names them
 POINTER = b"version https://git-lfs"  # the first bytes of a file that git-lfs has not fetched
 
 
@@ -141,8 +147,19 @@ def check_folder(folder: Path) -> None:
     for file in weight_files(folder):
         check_fetched(file)
         if file.suffix == ".safetensors":
-            with explained(f"{file} is damaged", COPY), safe_open(file, "np"):
-                pass  # opening reads the header and compares it with the size of the file
+            # opening reads the header and compares it with the size of the file
+            with explained(f"{file} is damaged", COPY), safe_open(file, "np") as weights:
+                names = weights.keys()
+                types = {key: weights.get_slice(key).get_dtype() for key in names}
+            check_types(file, types)
+
+
+def check_types(file: Path, types: dict[str, str]) -> None:
+    """Raise ValueError if a weight is not of a floating-point type. Buffers, such as masks, may have any."""
+    odd = [key for key, kind in sorted(types.items()) if key.endswith("weight") and kind not in FLOATS]
+    if odd:
+        what = f"{len(odd)} weights of {file} have type {types[odd[0]]}, such as {odd[0]}"
+        raise ValueError(f"{what}: they are quantized or damaged; give the model that they were made from")
 
 
 def weight_files(folder: Path) -> list[Path]:

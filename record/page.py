@@ -219,9 +219,10 @@ def times_of(run: Run) -> list[tuple[str, float, str]]:
 def facts_of(run: Run) -> list[tuple[str, str]]:
     """Return what run.json says about the start of the run."""
     facts = run.facts
-    versions = facts.get("versions") or {}
+    argv, versions = facts.get("argv"), facts.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     rows = {
-        "command": "python train.py " + " ".join(map(str, facts["argv"])) if "argv" in facts else "",
+        "command": "python train.py " + " ".join(map(str, argv)) if isinstance(argv, list) else "",
         "started": facts.get("started") or "",
         "resumed": ", ".join(str(again.get("started")) for again in facts.get("resumed") or []),
         "machine": facts.get("machine") or "",

@@ -97,6 +97,8 @@ def main(argv: list[str] | None = None) -> None:
     refresh, several = args.watch or 0, len(folders) > 1
     if args.out and not several:
         raise ValueError(f"--out {args.out}: the page of one run is RUN/report.html; leave it out")
+    if args.out and not args.out.endswith(".html"):
+        raise ValueError(f"--out {args.out}: must end in .html, so that no log is overwritten")
     page = Path(args.out or page_beside(folders)) if several else folders[0] / NAME
     if several and not page.resolve().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {page.parent}; make it, or give another")
@@ -119,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a log may hold half of a surrogate pair
     try:
         main()
     except BrokenPipeError:  # the reader of what is printed has gone

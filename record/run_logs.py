@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from record.panels import title_of
+
+LARGEST = 1e100  # a larger number in a log is damage; an integer beyond 1e308 cannot even become a float
 
 
 @dataclass
@@ -62,20 +63,42 @@ def read_run(folder: Path) -> Run:
     config = read_json(folder / "config.json")
     if not config:
         raise ValueError(f"{folder / 'config.json'} cannot be read; put it back, or give another run")
+    report = read_json(folder / "reward_model" / "reward_model.json").get("report")
     run = Run(
         folder,
         config,
         [],
         read_json(folder / "run.json"),
         read_json(folder / "summary.json"),
-        read_json(folder / "reward_model" / "reward_model.json").get("report") or {},
+        report if isinstance(report, dict) else {},
     )
     for _, line in readable_lines(folder / "metrics.jsonl", run.damaged):
-        if isinstance(line.get("agent"), str) and number(line.get("update")) is not None:
+        if is_whole(line):
             run.lines.append(line)
         else:
             run.damaged["metrics.jsonl"] += 1
     return run
+
+
+def is_whole(line: dict) -> bool:
+    """Return True if a line of metrics.jsonl has values of the right types where a page needs them."""
+    if not isinstance(line.get("agent"), str) or number(line.get("update")) is None:
+        return False
+    needed = ["environment_episodes", "seconds_elapsed"]
+    if line["agent"] == "evaluation":
+        needed += ["success", "outcome", "games"]
+    if any(key in line and number(line[key]) is None for key in needed):
+        return False
+    by_type = line.get("by_type", {})
+    if not isinstance(by_type, dict):
+        return False
+    results = [line, *by_type.values()]
+    return all(isinstance(found, dict) and is_interval(found.get("success_interval")) for found in results)
+
+
+def is_interval(value) -> bool:
+    """Return True for a pair of numbers, and for None."""
+    return value is None or (isinstance(value, list) and len(value) == 2 and None not in map(number, value))
 
 
 def read_json(path: Path) -> dict:
@@ -110,8 +133,8 @@ def readable_lines(path: Path, damaged: dict[str, int]) -> Iterator[tuple[int, d
 
 
 def number(value) -> float | None:
-    """Return a finite number as it is; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """Return a number below LARGEST as it is; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
         return None
     return value
 

@@ -119,6 +119,17 @@ def lose_a_layer(folder):
     edit_weights(folder, without(".layers.1."))
 
 
+def to_type(dtype):
+    """Return a change that turns the matrices into another type."""
+
+    def change(folder):
+        edit_weights(
+            folder, lambda found: {k: v.mul(100).to(dtype) if v.ndim == 2 else v for k, v in found.items()}
+        )
+
+    return change
+
+
 def add_a_layer(folder):
     edit_weights(folder, lambda weights: weights | renamed(".layers.1.", ".layers.2.")(weights))
 
@@ -180,6 +191,11 @@ def make_a_run(folder):
 
 REFUSED = {  # what is done to the folder: a pattern of the message after "--model FOLDER: "
     "a prefix of torch.compile": (add_prefix, r"27 missing, 26 unexpected.*_orig_mod\.model"),
+    "8-bit integers": (to_type(torch.int8), r"15 weights of .* have type I8, such as .*quantized or damaged"),
+    "truth values": (
+        to_type(torch.bool),
+        r"have type BOOL, such as .*give the model that they were made from",
+    ),
     "a layer is missing": (lose_a_layer, r"12 missing; such as model\.layers\.1\.input_layernorm\.weight"),
     "a layer too many": (add_a_layer, r"12 unexpected; such as model\.layers\.2"),
     "an embedding too small": (cut_the_embedding, r"1 of another shape; such as model\.embed_tokens"),

@@ -104,6 +104,7 @@ def test_bad_arguments_are_one_line(tmp_path):
     for argv, words in (
         ([], "give a run folder: python -m record.report runs/household-rspo-grpo-s0"),
         ([run, "--watch", "0"], "--watch 0: must be 1 second or more"),
+        ([run, str(tmp_path), "--out", "run.json"], "--out run.json: must end in .html, so that no log"),
         ([run, "--out", "x.html"], "--out x.html: the page of one run is RUN/report.html; leave it out"),
         (
             [run, str(tmp_path)],

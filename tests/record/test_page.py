@@ -245,6 +245,43 @@ def test_damaged_lines_are_left_out(tmp_path):
     assert read.damaged == {"metrics.jsonl": 1, "transcripts.jsonl": 2}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"by_type": None},
+        {"by_type": {"Pick": 3}},
+        {"outcome": None},
+        {"success": "x"},
+        {"environment_episodes": None},
+        {"seconds_elapsed": float("nan")},
+        {"success_interval": [0.1]},
+        {"update": 10**400},
+    ],
+)
+def test_a_line_with_values_of_other_types_counts_as_damaged(changes, tmp_path):
+    lines = metrics()
+    panel = next(line for line in lines if line["agent"] == "evaluation")
+    run = make_run(tmp_path, [*lines, panel | changes])
+    read = read_run(run)
+    assert len(read.lines) == len(lines) and read.damaged["metrics.jsonl"] == 1
+    write_page(run)
+
+
+@pytest.mark.parametrize("changes", [{"agent": []}, {"task_type": 3}, {"update": 1e308}])
+def test_an_episode_with_values_of_other_types_counts_as_damaged(changes, tmp_path):
+    run = make_run(tmp_path, None, [*episodes(), episodes()[0] | changes])
+    read = read_run(run)
+    assert len(episodes_of(read)) == len(episodes()) and read.damaged["transcripts.jsonl"] == 1
+
+
+def test_facts_of_other_types_are_left_out(tmp_path):
+    run = make_run(tmp_path)
+    (run / "run.json").write_text('{"argv": null, "versions": ["torch"], "commit": "abc"}')
+    (run / "reward_model").mkdir(exist_ok=True)
+    (run / "reward_model" / "reward_model.json").write_text('{"report": "x"}')
+    assert "abc" in write_page(run).read_text()
+
+
 def test_numbers_that_are_not_finite_are_unknown(tmp_path):
     lines = metrics()
     lines[3]["kl_on"] = float("nan")
